@@ -1,0 +1,1013 @@
+#!/usr/bin/env python3
+"""Tests of m02_kv_cache. Run this file, or collect it with pytest; nothing but Python is needed.
+
+They compare with something the lesson does not compute: a naive model, brute force over single
+tokens, a conservation law, a published figure, or the lesson itself with a bug planted in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import glob
+import inspect
+import io
+import itertools
+import math
+import os
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import types
+import unittest
+from unittest import mock
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, HERE)
+import m02_kv_cache as lesson  # noqa: E402
+
+SCRIPT = os.path.join(HERE, "m02_kv_cache.py")
+README = os.path.join(os.path.dirname(HERE), "README.md")
+MODES = ([], *(["--block", str(n)] for n in range(1, 7)), ["--quiet"], ["--verify"], ["--help"])
+
+
+def run(*args, python=(sys.executable,), script=SCRIPT, stdout=subprocess.PIPE, **kwargs):
+    """The script as a process of its own."""
+    return subprocess.run(
+        [*python, script, *args], stdout=stdout, stderr=subprocess.PIPE, timeout=100, **kwargs
+    )
+
+
+def environment(**changes):
+    """This process's environment with some variables set."""
+    return {**os.environ, **changes}
+
+
+def call(function, *args):
+    """What a function returns, and what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        result = function(*args)
+    return result, printed.getvalue()
+
+
+def edited(*changes):
+    """The lesson as a module of its own, after textual changes: (old, new), each exactly once."""
+    with open(SCRIPT, encoding="utf-8") as file:
+        source = file.read()
+    for old, new in changes:
+        if source.count(old) != 1:
+            raise AssertionError(f"{source.count(old)} times in the script: {old!r}")
+        source = source.replace(old, new)
+    module = types.ModuleType("edited")
+    with mock.patch.dict(sys.modules, {"edited": module}):
+        exec(compile(source, SCRIPT, "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+def random_requests(rng, longest=60):
+    """A small workload, sometimes empty, sometimes with empty requests."""
+    return [(rng.randint(0, longest), rng.randint(0, longest)) for _ in range(rng.randint(0, 30))]
+
+
+class Workload(unittest.TestCase):
+    def test_anchors(self):
+        requests = lesson.seq_lengths(4000)
+        self.assertEqual(sum(map(sum, requests[:420])), 564_502)
+        self.assertEqual(statistics.median_low([prompt for prompt, _ in requests]), 600)
+
+    def test_a_shorter_workload_is_the_start_of_a_longer_one(self):
+        self.assertEqual(lesson.seq_lengths(10), lesson.seq_lengths(4000)[:10])
+        self.assertEqual(lesson.seq_lengths(0), [])
+        self.assertNotEqual(lesson.seq_lengths(10), lesson.seq_lengths(10, seed=6))
+
+    def test_prefixed_lengths_differ_by_the_prefix_alone(self):
+        bare, prefixed = lesson.prefixed_lengths(64, 0), lesson.prefixed_lengths(64, 4096)
+        self.assertEqual([(prompt + 4096, output) for prompt, output in bare], prefixed)
+
+
+class PublishedFigures(unittest.TestCase):
+    """Facts from model cards and bug reports, not from this lesson."""
+
+    LLAMA_8B = lesson.kv_bytes_per_token(32, 8, 128, 2)
+    QWEN_7B = lesson.kv_bytes_per_token(28, 4, 128, 2)
+
+    def test_bytes_per_token(self):
+        self.assertEqual(self.LLAMA_8B, 128 * 1024)
+        self.assertEqual(self.QWEN_7B, 57_344)
+        self.assertEqual(lesson.kv_bytes_per_token(126, 8, 128, 2), 516_096)  # Llama-3.1 405B
+        self.assertEqual(lesson.kv_bytes_per_token(32, 32, 128, 2), 512 * 1024)  # Llama-2 7B
+
+    def test_vllm_issue_10517(self):
+        # One token a request, so that the batch counts pages: 3.81 GiB are 1,952 of them.
+        for pages, gib, length, concurrency in (
+            (1952, 3.81, 20_000, 1.56),
+            (1478, 2.89, 29_000, 0.82),
+        ):
+            budget = pages * 16 * self.LLAMA_8B / 2**30
+            self.assertEqual(round(budget, 2), gib)
+            ones = lesson.paged(itertools.repeat((1, 0)), 16, budget, self.LLAMA_8B)
+            self.assertEqual(ones.batch, pages)
+            share = lesson.budget_share(length, budget, self.LLAMA_8B)
+            self.assertEqual(round(1 / share, 2), concurrency)
+
+    def test_vllm_pull_request_44594(self):
+        pages = lesson.paged(itertools.repeat((16, 0)), 16, 16, self.QWEN_7B)
+        self.assertEqual(pages.held_tokens, 299_584)
+
+    def test_h100_needs_295_flop_for_each_byte(self):
+        # The roofline's ridge: at its own bandwidth, HBM loads bytes as fast as FLOPs can use them.
+        self.assertEqual(round(lesson.DENSE_FLOPS_PER_GPU / (lesson.TIERS["GPU HBM"] * 1e9)), 295)
+
+    def test_the_budget_is_what_four_gpus_leave(self):
+        weights = lesson.N_PARAMS * lesson.DTYPE / 2**30
+        self.assertAlmostEqual(4 * 79.65 - weights - 15.7, lesson.KV_BUDGET_GIB, delta=0.1)
+
+
+class NaivePool:
+    """What a PagePool must amount to: the text of each sequence, and where its tables put it.
+
+    It watches the pool from outside. `memory` is what the pages would contain if every append wrote
+    where the table says, after the copy that a changed last page stands for.
+    """
+
+    def __init__(self, test, pages, page_tokens):
+        self.test, self.pool = test, lesson.PagePool(pages, page_tokens)
+        self.texts = {}  # sequence -> the tokens it must read back
+        self.memory = [[None] * page_tokens for _ in range(pages)]
+        self.clock = itertools.count()
+
+    def holders(self, page):
+        return sum(page in sequence.table for sequence in self.texts)
+
+    def free(self):
+        return self.pool.pages - len({page for sequence in self.texts for page in sequence.table})
+
+    def snapshot(self):
+        return [(id(s), list(s.table), s.tokens) for s in self.texts], self.pool.free
+
+    def attempt(self, needed, function, *args):
+        """Call the pool; OutOfPages must come exactly when too few are free, and change nothing."""
+        before, free = self.snapshot(), self.free()
+        try:
+            result = function(*args)
+        except lesson.OutOfPages:
+            self.test.assertGreater(needed, free)
+            self.test.assertEqual(self.snapshot(), before)
+            return False, None
+        self.test.assertLessEqual(needed, free)
+        return True, result
+
+    def write(self, sequence, old_table, n):
+        """Write n new tokens at the end of the sequence's text, and to memory through its table."""
+        size = self.pool.page_tokens
+        if old_table and sequence.table[len(old_table) - 1] != old_table[-1]:
+            source, copy = old_table[-1], sequence.table[len(old_table) - 1]
+            self.memory[copy] = list(self.memory[source])
+        text = self.texts[sequence]
+        for _ in range(n):
+            page = sequence.table[len(text) // size]
+            self.test.assertEqual(self.holders(page), 1, "a shared page is written")
+            self.memory[page][len(text) % size] = token = next(self.clock)
+            text.append(token)
+
+    def allocate(self, tokens):
+        done, sequence = self.attempt(
+            math.ceil(tokens / self.pool.page_tokens), self.pool.allocate, tokens
+        )
+        if done:
+            self.texts[sequence] = []
+            self.write(sequence, [], tokens)
+
+    def append(self, sequence, n):
+        size, old_table = self.pool.page_tokens, list(sequence.table)
+        room = len(old_table) * size - sequence.tokens
+        copy = n > 0 and room > 0 and self.holders(old_table[-1]) > 1
+        more = math.ceil(max(0, n - room) / size)
+        done, _ = self.attempt(more + copy, self.pool.append, sequence, n)
+        if done:
+            self.write(sequence, old_table, n)
+
+    def fork(self, sequence, tokens):
+        _, child = self.attempt(0, self.pool.fork, sequence, tokens)
+        self.texts[child] = self.texts[sequence][:tokens]
+
+    def release(self, sequence):
+        del self.texts[sequence]
+        self.pool.release(sequence)
+
+    def check(self):
+        pool, test = self.pool, self.test
+        counts = [0] * pool.pages
+        for sequence, text in self.texts.items():
+            test.assertEqual(sequence.tokens, len(text))
+            test.assertEqual(len(sequence.table), math.ceil(len(text) / pool.page_tokens))
+            read = [token for page in sequence.table for token in self.memory[page]]
+            test.assertEqual(read[: len(text)], text)
+            for page in sequence.table:
+                counts[page] += 1
+        test.assertEqual([pool.references(page) for page in range(pool.pages)], counts)
+        test.assertEqual(pool.held, sum(count > 0 for count in counts))
+        test.assertEqual(pool.free + pool.held, pool.pages)
+
+
+class Pool(unittest.TestCase):
+    def test_100_000_random_operations_against_a_naive_model(self):
+        rng, operations = random.Random(11), 0
+        while operations < 100_000:
+            naive = NaivePool(self, pages=rng.randint(1, 14), page_tokens=rng.randint(1, 5))
+            for _ in range(500):
+                live = list(naive.texts)
+                kind = rng.choice(("allocate", "append", "append", "fork", "release"))
+                if not live or (kind == "allocate" and len(live) < 9):
+                    naive.allocate(rng.choice((0, 1, rng.randint(0, 20))))
+                elif kind == "append":
+                    naive.append(rng.choice(live), rng.choice((0, 1, 1, rng.randint(0, 12))))
+                elif kind == "fork" and len(live) < 9:
+                    sequence = rng.choice(live)
+                    naive.fork(
+                        sequence, rng.choice((sequence.tokens, rng.randint(0, sequence.tokens)))
+                    )
+                else:
+                    naive.release(rng.choice(live))
+                naive.check()
+                operations += 1
+
+    def test_the_page_that_comes_back_last_is_taken_first(self):
+        pool = lesson.PagePool(4, 1)
+        first, second = pool.allocate(1), pool.allocate(1)
+        page = first.table[0]
+        pool.release(first)
+        self.assertEqual(pool.allocate(1).table, [page])
+        self.assertEqual(second.tokens, 1)
+
+    def test_a_pool_of_any_size_costs_nothing_until_it_is_used(self):
+        pool = lesson.PagePool(10**15, 1)
+        self.assertEqual((pool.free, pool.allocate(3).table), (10**15, [0, 1, 2]))
+
+    def test_a_page_that_is_never_shared_is_never_counted(self):
+        # What makes taking and returning pages one slice each: no count per page on the way.
+        pool = lesson.PagePool(1000, 1)
+        pool.append(pool.allocate(300), 300)
+        self.assertFalse(pool._extra)
+
+    def test_a_failed_call_names_what_was_needed(self):
+        pool = lesson.PagePool(2, 16)
+        pool.allocate(1)
+        with self.assertRaisesRegex(lesson.OutOfPages, "^2 pages needed, 1 of 2 free$"):
+            pool.allocate(17)
+
+
+class Allocators(unittest.TestCase):
+    """Against brute force that places every token, or every byte, by itself."""
+
+    def workloads(self, seed):
+        rng = random.Random(seed)
+        for _ in range(300):
+            kv = rng.randint(1, 50)
+            room = rng.randint(0, 400)  # tokens
+            # Half a byte more than the tokens: rounding must go down, and not lose one either.
+            budget_gib = (room * kv + 0.5) / 2**30
+            requests = random_requests(rng)
+            yield rng, requests, room, {"budget_gib": budget_gib, "kv_per_token": kv}
+
+    def test_contiguous(self):
+        for rng, requests, room, card in self.workloads(1):
+            reserve = rng.randint(1, 90)
+            admitted = []
+            for prompt, output in requests:
+                if room < reserve:
+                    break
+                room -= reserve
+                admitted.append(prompt + output)
+            got = lesson.contiguous(iter(requests), reserve, **card)
+            self.assertEqual(
+                got,
+                (
+                    len(admitted),
+                    reserve * len(admitted),
+                    sum(admitted),
+                    len([length for length in admitted if length > reserve]),
+                ),
+            )
+
+    def pages_of(self, tokens, page_tokens):
+        """The pages that a range of token positions touches."""
+        return len({token // page_tokens for token in tokens})
+
+    def test_paged(self):
+        for rng, requests, room, card in self.workloads(2):
+            page = rng.randint(1, 20)
+            pages, held, admitted = room // page, 0, []
+            for prompt, output in requests if pages else ():
+                need = self.pages_of(range(prompt + output), page)
+                if held + need > pages:
+                    break
+                held += need
+                admitted.append(prompt + output)
+            got = lesson.paged(iter(requests), page, **card)
+            self.assertEqual(got[:3], (len(admitted), held * page, sum(admitted)))
+            self.assertEqual(got, lesson.shared_prefix(requests, 0, page, **card))
+
+    def test_shared_prefix(self):
+        for rng, requests, room, card in self.workloads(3):
+            page, prefix = rng.randint(1, 20), rng.randint(0, 50)
+            for copy_on_write in (False, True):
+                pages, admitted = room // page, []
+                held = self.pages_of(range(prefix), page)
+                fits = pages and held <= pages
+                held = held if fits else 0
+                for prompt, output in requests if fits else ():
+                    shared = min(prefix, prompt)
+                    # Copy-on-write keeps positions, so private tokens touch the pages they are on.
+                    start = shared if copy_on_write else 0
+                    private = range(start, start + prompt + output - shared)
+                    need = self.pages_of(private, page)
+                    if held + need > pages:
+                        break
+                    held += need
+                    admitted.append(prompt + output)
+                got = lesson.shared_prefix(
+                    iter(requests), prefix, page, **card, copy_on_write=copy_on_write
+                )
+                self.assertEqual(got[:3], (len(admitted), held * page, sum(admitted)))
+
+    def test_the_empty_workload(self):
+        for allocation in (
+            lesson.contiguous([], 8192),
+            lesson.paged([]),
+            lesson.shared_prefix([], 0),
+        ):
+            self.assertEqual(allocation, (0, 0, 0, 0))
+            self.assertEqual(allocation.waste, 0)
+
+    def test_a_workload_may_be_endless(self):
+        forever = itertools.repeat((600, 200))
+        self.assertEqual(lesson.contiguous(forever, 8192).batch, 69)
+        self.assertEqual(lesson.paged(forever).batch, 35_328 // 50)
+
+    def test_what_the_lesson_denies(self):
+        # 131,072-token reservations hold a batch of 4, not of 1, and 512-token ones are overrun.
+        requests = lesson.seq_lengths(4000)
+        self.assertEqual(lesson.contiguous(requests, 131_072).batch, 4)
+        self.assertEqual([lesson.contiguous(requests, r).misfits for r in (2048, 4096)], [43, 5])
+        self.assertEqual(round(lesson.contiguous(requests, 512).waste, 2), -1.65)
+
+    def test_exercise_figures(self):
+        requests = lesson.seq_lengths(4000)
+        for page, batch, waste, entries in (
+            (4, 420, 0.11, 141_284), (64, 412, 2.30, 8_824),
+            (256, 384, 8.51, 2_206), (1024, 308, 27.28, 550),
+        ):  # fmt: skip
+            pages = lesson.paged(requests, page)
+            self.assertEqual((pages.batch, round(pages.waste * 100, 2)), (batch, waste))
+            self.assertEqual(pages.held_tokens // page, entries)
+        for n, prefix, naive, stored in (
+            (2, 512, 0.58, 0.43), (8, 4096, 10.91, 2.16),
+            (256, 512, 84.11, 44.27), (256, 4096, 364.11, 45.36),
+        ):  # fmt: skip
+            shared = lesson.shared_prefix(lesson.prefixed_lengths(n, prefix), prefix, 1)
+            self.assertEqual(round(lesson.kv_gib(shared.logical_tokens), 2), naive)
+            self.assertEqual(round(lesson.kv_gib(shared.held_tokens), 2), stored)
+
+
+class FetchOrRecompute(unittest.TestCase):
+    def test_break_even_is_where_the_two_times_meet(self):
+        rng = random.Random(4)
+        for _ in range(200):
+            kv, n_params, flops = (
+                rng.randint(1, 10**6),
+                rng.uniform(1e9, 1e12),
+                rng.uniform(1e13, 1e16),
+            )
+            tp, prefix = rng.randint(1, 16), rng.randint(1, 10**6)
+            even = lesson.break_even(kv, n_params, flops, tp)
+            recompute = lesson.recompute_seconds(prefix, n_params, flops, tp)
+            for faster, wins in ((0.999, False), (1.001, True)):
+                self.assertEqual(lesson.fetch_seconds(prefix, even * faster, kv) < recompute, wins)
+
+    def test_8b_on_one_gpu(self):
+        self.assertEqual(round(lesson.break_even(131_072, 8e9, tp=1), 2), 8.11)
+
+    def test_a_token_takes_2n_flop(self):
+        # 140 TFLOP a thousand tokens, on one GPU of 140 TFLOP/s.
+        self.assertAlmostEqual(lesson.recompute_seconds(1000, 70e9, 140e12, tp=1), 1.0)
+        self.assertAlmostEqual(lesson.fetch_seconds(1000, 0.5, 500_000), 1.0)
+
+
+class Preemption(unittest.TestCase):
+    def test_the_page_s_figures(self):
+        for occupancy, tokens in ((0, 0), (0.85, 0), (0.90, 215_494), (0.99, 1_652_576)):
+            self.assertEqual(lesson.preempted_tokens(occupancy), tokens)
+
+    def test_a_full_pool_preempts_at_every_step(self):
+        # Every step draws a victim, so the mean is the log-normal's: exp(6.4 + 1/2) = 992 tokens.
+        tokens = lesson.preempted_tokens(1.0, n=100_000, seed=1)
+        self.assertAlmostEqual(tokens / 100_000, math.exp(6.9), delta=15)
+        self.assertEqual(lesson.preempted_tokens(1.0, n=0), 0)
+
+
+WRONG = [  # a call, the error it must raise, and how its message must begin
+    (lambda: lesson.seq_lengths(-1), ValueError, "n must be from 0 to"),
+    (lambda: lesson.seq_lengths(2.0), TypeError, "n must be a whole number, not 2.0"),
+    (lambda: lesson.seq_lengths(2, seed="5"), TypeError, "seed must be a whole number, not '5'"),
+    (lambda: lesson.prefixed_lengths(2, -1), ValueError, "prefix must be from 0 to"),
+    (lambda: lesson.kv_bytes_per_token(0, 8, 128, 2), ValueError, "layers must be from 1 to"),
+    (lambda: lesson.kv_bytes_per_token(80, 0, 128, 2), ValueError, "kv_heads must be from 1 to"),
+    (lambda: lesson.kv_bytes_per_token(80, 8, -1, 2), ValueError, "head_dim must be from 1 to"),
+    (lambda: lesson.kv_bytes_per_token(80, 8, 128, 0.5), TypeError, "dtype_bytes must be a whole"),
+    (lambda: lesson.kv_gib(-1), ValueError, "tokens must be from 0 to"),
+    (lambda: lesson.kv_gib(1, 0), ValueError, "kv_per_token must be from 1 to"),
+    (lambda: lesson.budget_share(1, budget_gib=0), ValueError, "budget_gib must be from 1e-30 to"),
+    (lambda: lesson.contiguous([], 0), ValueError, "reserve must be from 1 to"),
+    (lambda: lesson.contiguous([], True), TypeError, "reserve must be a whole number, not True"),
+    (lambda: lesson.contiguous([], 1, budget_gib=-1), ValueError, "budget_gib must be from"),
+    (lambda: lesson.contiguous(5, 10**17), TypeError, "requests must be (prompt, output) pairs"),
+    (lambda: lesson.contiguous([(1, 2, 3)], 9), TypeError, "requests[0] must be a (prompt"),
+    (lambda: lesson.paged([(1, 2), (3, -4)]), ValueError, "requests[1] output must be from 0 to"),
+    (lambda: lesson.paged([(1, 2), (3.5, 4)]), TypeError, "requests[1] prompt must be a whole"),
+    (lambda: lesson.paged([7]), TypeError, "requests[0] must be a (prompt, output) pair, not 7"),
+    (lambda: lesson.paged(None), TypeError, "requests must be (prompt, output) pairs, not None"),
+    (lambda: lesson.paged([], 0), ValueError, "page_tokens must be from 1 to"),
+    (lambda: lesson.paged([], budget_gib=math.inf), ValueError, "budget_gib must be from"),
+    (lambda: lesson.paged([], budget_gib=math.nan), ValueError, "budget_gib must be from"),
+    (lambda: lesson.paged([], budget_gib="80"), TypeError, "budget_gib must be a number, not '80'"),
+    (lambda: lesson.paged([], kv_per_token=1.5), TypeError, "kv_per_token must be a whole"),
+    (lambda: lesson.shared_prefix([], -1), ValueError, "prefix must be from 0 to"),
+    (lambda: lesson.shared_prefix([], 1, 0), ValueError, "page_tokens must be from 1 to"),
+    (lambda: lesson.PagePool(0), ValueError, "pages must be from 1 to"),
+    (lambda: lesson.PagePool(1, 0), ValueError, "page_tokens must be from 1 to"),
+    (lambda: lesson.PagePool("4"), TypeError, "pages must be a whole number, not '4'"),
+    (lambda: lesson.PagePool(4).references(4), ValueError, "page must be from 0 to 3, not 4"),
+    (lambda: lesson.break_even(kv_per_token=0), ValueError, "kv_per_token must be from"),
+    (lambda: lesson.break_even(n_params=-7e9), ValueError, "n_params must be from"),
+    (lambda: lesson.break_even(flops_per_gpu=None), TypeError, "flops_per_gpu must be a number"),
+    (lambda: lesson.break_even(tp=0), ValueError, "tp must be from 1 to"),
+    (lambda: lesson.fetch_seconds(-1, 7), ValueError, "prefix must be from 0 to"),
+    (lambda: lesson.fetch_seconds(1, 0), ValueError, "gb_per_s must be from"),
+    (lambda: lesson.recompute_seconds(1.5), TypeError, "prefix must be a whole number, not 1.5"),
+    (lambda: lesson.recompute_seconds(1, tp=2.0), TypeError, "tp must be a whole number, not 2.0"),
+    (lambda: lesson.preempted_tokens(1.01), ValueError, "occupancy must be from 0 to 1, not 1.01"),
+    (lambda: lesson.preempted_tokens(-0.1), ValueError, "occupancy must be from 0 to 1, not -0.1"),
+    (lambda: lesson.preempted_tokens("full"), TypeError, "occupancy must be a number, not 'full'"),
+    (lambda: lesson.preempted_tokens(0.9, n=-1), ValueError, "n must be from 0 to"),
+    (lambda: lesson.verify({"pagd": len}), ValueError, "parts_override must name parts"),
+    (lambda: lesson.verify([1]), TypeError, "parts_override must be a dict, not [1]"),
+]  # fmt: skip
+
+
+class WrongArguments(unittest.TestCase):
+    def test_each_has_one_clear_message(self):
+        for wrong, error, message in WRONG:
+            with self.subTest(inspect.getsource(wrong).strip()), self.assertRaises(error) as caught:
+                wrong()
+            self.assertTrue(str(caught.exception).startswith(message), caught.exception)
+
+    def test_a_wrong_call_leaves_the_pool_as_it_was(self):
+        pool, other = lesson.PagePool(8, 16), lesson.PagePool(8, 16)
+        kept, released, foreign = pool.allocate(40), pool.allocate(1), other.allocate(1)
+        pool.release(released)
+        for call, error, message in (
+            (lambda: pool.allocate(-1), ValueError, "tokens must be from 0 to"),
+            (lambda: pool.allocate(1.0), TypeError, "tokens must be a whole number, not 1.0"),
+            (lambda: pool.append(kept, -1), ValueError, "n must be from 0 to"),
+            (lambda: pool.append(kept, None), TypeError, "n must be a whole number, not None"),
+            (lambda: pool.fork(kept, 41), ValueError, "tokens must be from 0 to 40, not 41"),
+            (lambda: pool.fork(kept, -1), ValueError, "tokens must be from 0 to 40, not -1"),
+            (lambda: pool.append(released, 1), ValueError, "sequence was released before"),
+            (lambda: pool.fork(released, 0), ValueError, "sequence was released before"),
+            (lambda: pool.release(released), ValueError, "sequence was released before"),
+            (lambda: pool.append(foreign, 1), ValueError, "sequence belongs to another pool"),
+            (lambda: pool.release(foreign), ValueError, "sequence belongs to another pool"),
+            (lambda: pool.release(0), TypeError, "sequence must come from this pool, not 0"),
+            (lambda: pool.fork(kept.table, 1), TypeError, "sequence must come from this pool"),
+            (lambda: pool.append(kept, 200), lesson.OutOfPages, "12 pages needed, 5 of 8 free"),
+        ):
+            with self.subTest(message), self.assertRaises(error) as caught:
+                call()
+            self.assertTrue(str(caught.exception).startswith(message), caught.exception)
+            self.assertEqual((kept.table, kept.tokens, pool.held), ([0, 1, 2], 40, 3))
+            self.assertEqual((foreign.table, other.held), ([0], 1))
+
+
+def subclass(**methods):
+    """The pool with some methods replaced."""
+    return type("PagePool", (lesson.PagePool,), methods)
+
+
+def keeps_a_page(pool, sequence):
+    pool._own(sequence)
+    sequence.table[:1] = []
+    lesson.PagePool.release(pool, sequence)
+
+
+def frees_shared_pages(pool, sequence):
+    pool._own(sequence)
+    pool._extra.clear()
+    lesson.PagePool.release(pool, sequence)
+
+
+def fork_that_copies(pool, sequence, tokens):
+    pool._own(sequence)
+    return pool.allocate(tokens)
+
+
+def writes_shared_pages(pool, sequence, n=1):
+    hidden, pool._extra = pool._extra, type(pool._extra)()
+    lesson.PagePool.append(pool, sequence, n)
+    pool._extra = hidden
+
+
+def always_copies(pool, sequence, n=1):
+    if sequence.table and n:
+        pool._extra.update(sequence.table[-1:])
+    lesson.PagePool.append(pool, sequence, n)
+
+
+def takes_a_page_each(pool, sequence, n=1):
+    lesson.PagePool.append(pool, sequence, n)
+    sequence.table += pool._take(1)
+
+
+def floor_pages(pool, tokens):
+    return tokens // pool.page_tokens
+
+
+def fresh_at_the_boundary(pool, tokens):
+    return tokens // pool.page_tokens + 1
+
+
+def admits_too_much(requests, page_tokens=16, **card):
+    """Like paged, but rounds pages down."""
+    floored = [(length - length % page_tokens, 0) for length in map(sum, requests)]
+    return lesson.paged(floored, page_tokens, **card)
+
+
+def one_too_many(requests, page_tokens=16, **card):
+    fitting = lesson.paged(requests, page_tokens, **card)
+    return fitting._replace(batch=fitting.batch + 1)
+
+
+def prefix_for_each(requests, prefix, page_tokens=16, copy_on_write=False, **card):
+    return lesson.paged(requests, page_tokens, **card)
+
+
+def always_on_a_fresh_page(requests, prefix, page_tokens=16, copy_on_write=False, **card):
+    return lesson.shared_prefix(requests, prefix, page_tokens, **card)
+
+
+def always_copied(requests, prefix, page_tokens=16, copy_on_write=False, **card):
+    return lesson.shared_prefix(requests, prefix, page_tokens, **card, copy_on_write=True)
+
+
+def prefix_is_free(requests, prefix, page_tokens=16, **card):
+    shared = lesson.shared_prefix(requests, prefix, page_tokens, **card)
+    return shared._replace(held_tokens=shared.held_tokens - prefix)
+
+
+def other_order(n, seed=5):
+    rng = random.Random(seed)
+    flipped = [
+        (int(rng.lognormvariate(5.5, 0.8)), int(rng.lognormvariate(6.4, 1))) for _ in range(n)
+    ]
+    return [(prompt, output) for output, prompt in flipped]
+
+
+def linear_curve(occupancy, n=2000, seed=3):
+    rng, probability = random.Random(seed), max(0, (occupancy - 0.85) / 0.15)
+    return sum(int(rng.lognormvariate(6.4, 1)) for _ in range(n) if rng.random() < probability)
+
+
+SABOTAGE = {  # a part -> bugs in it
+    "kv_bytes_per_token": {
+        "keys but no values": lambda *shape: lesson.kv_bytes_per_token(*shape) // 2,
+        "KV heads ignored": lambda layers, heads, dim, size: 2 * layers * 64 * dim * size,
+        "dtype ignored": lambda layers, heads, dim, size: 2 * layers * heads * dim * 2,
+    },
+    "kv_gib": {"GB for GiB": lambda tokens, kv=327_680: tokens * kv / 1e9},
+    "budget_share": {"share of all memory": lambda tokens: lesson.budget_share(tokens, 318.6)},
+    "contiguous": {
+        "reserve ignored": lambda requests, reserve: lesson.contiguous(requests, 8192),
+        "slots rounded up": lambda requests, n: lesson.contiguous(requests, n, 172.5 + n / 3000),
+        "no reservation": lambda requests, reserve: lesson.paged(requests, 1),
+        "nothing returned": lambda requests, reserve: None,
+    },
+    "PagePool": {
+        "a page leaks": subclass(release=keeps_a_page),
+        "shared pages freed": subclass(release=frees_shared_pages),
+        "fork copies": subclass(fork=fork_that_copies),
+        "no copy-on-write": subclass(append=writes_shared_pages),
+        "copies what is not shared": subclass(append=always_copies),
+        "a page an append": subclass(append=takes_a_page_each),
+        "floor for ceiling": subclass(_pages_for=floor_pages),
+        "a page too early": subclass(_pages_for=fresh_at_the_boundary),
+    },
+    "paged": {
+        "floor for ceiling": admits_too_much,
+        "page size ignored": lambda requests, page=16: lesson.paged(requests, 16),
+        "one too many": one_too_many,
+        "an error": lambda requests, page=16: 1 // 0,
+    },
+    "prefixed_lengths": {"another seed": lambda n, prefix: lesson.prefixed_lengths(n, prefix, 5)},
+    "shared_prefix": {
+        "prefix for each request": prefix_for_each,
+        "copy_on_write ignored": always_on_a_fresh_page,
+        "copy_on_write by default": always_copied,
+        "prefix not charged": prefix_is_free,
+    },
+    "saved": {"upside down": lambda allocation: allocation.waste},
+    "break_even": {
+        "sparsity FLOPs": lambda kv=327_680, tp=4: lesson.break_even(kv, 70e9, 1979e12, tp),
+        "TP ignored": lambda kv=327_680, tp=4: lesson.break_even(kv),
+        "KV bytes ignored": lambda kv=327_680, tp=4: lesson.break_even(tp=tp),
+        "GiB/s": lambda kv=327_680, tp=4: lesson.break_even(kv, tp=tp) * 1e9 / 2**30,
+    },
+    "fetch_seconds": {
+        "in bits": lambda prefix, gb_per_s: 8 * lesson.fetch_seconds(prefix, gb_per_s),
+        "a latency": lambda prefix, gb_per_s: 1e-4 + lesson.fetch_seconds(prefix, gb_per_s),
+    },
+    "recompute_seconds": {
+        "sparsity FLOPs": lambda n, tp=4: lesson.recompute_seconds(n, 70e9, 1979e12, tp),
+        "TP ignored": lambda n, tp=4: lesson.recompute_seconds(n),
+        "one GPU by default": lambda n, tp=1: lesson.recompute_seconds(n, tp=tp),
+        "N FLOP a token": lambda n, tp=4: lesson.recompute_seconds(n, 35e9, tp=tp),
+    },
+    "seq_lengths": {
+        "another seed": lambda n, seed=5: lesson.seq_lengths(n, 6),
+        "drawn in another order": other_order,
+    },
+    "preempted_tokens": {
+        "a linear curve": linear_curve,
+        "another seed": lambda occupancy: lesson.preempted_tokens(occupancy, seed=5),
+    },
+}
+BUGS = [(part, bug, wrong) for part, bugs in SABOTAGE.items() for bug, wrong in bugs.items()]
+
+CONSTANTS = {  # a constant as the script gives it -> the same, changed by a little
+    "GIB = 2**30": "GIB = 2**30 + 1",
+    "LAYERS = 80": "LAYERS = 81",
+    "KV_HEADS = 8": "KV_HEADS = 9",
+    "HEAD_DIM = 128": "HEAD_DIM = 127",
+    "DTYPE = 2 ": "DTYPE = 1 ",
+    "Q_HEADS = 64": "Q_HEADS = 65",
+    "N_PARAMS = 70e9": "N_PARAMS = 70.001e9",
+    "KV_BUDGET_GIB = 172.5": "KV_BUDGET_GIB = 172.499",
+    "DENSE_FLOPS_PER_GPU = 989.5e12": "DENSE_FLOPS_PER_GPU = 989.4e12",
+    '"GPU HBM": 3350': '"GPU HBM": 3351',
+    '"host DRAM over PCIe5": 64': '"host DRAM over PCIe5": 63',
+    '"RDMA / 200 GbE": 25': '"RDMA / 200 GbE": 26',
+    '"local NVMe": 7': '"local NVMe": 7.1',
+    '"object storage": 1': '"object storage": 1.1',
+    "KV_PER_TOKEN = kv_bytes_per_token(": "KV_PER_TOKEN = 1 + kv_bytes_per_token(",
+    "seed: int = 5": "seed: int = 6",
+    "seed: int = 9": "seed: int = 5",
+    "int(draw(mu, sigma)), int(draw(5.5, 0.8))": "int(draw(5.5, 0.8)), int(draw(mu, sigma))",
+    "n, seed, 6.4, 1.0": "n, seed, 6.4, 1.01",
+    "n, seed, 5.0, 0.9": "n, seed, 5.0, 0.8",
+}
+
+
+class VerifyBites(unittest.TestCase):
+    def failed(self, outcome):
+        """Which claims failed (0 to 13), given verify's status and what it printed."""
+        status, printed = outcome
+        verdicts = re.findall(r"^  \[(PASS|FAIL)\] B[1-6]  \S", printed, re.MULTILINE)
+        self.assertEqual(len(verdicts), 14, printed)
+        failing = {i for i, verdict in enumerate(verdicts) if verdict == "FAIL"}
+        self.assertTrue(printed.endswith(f"\n  {14 - len(failing)}/14 claims verified\n"), printed)
+        self.assertEqual(status, 1 if failing else 0)
+        return failing
+
+    def test_the_lesson_itself_passes(self):
+        self.assertEqual(self.failed(call(lesson.verify)), set())
+        self.assertEqual(self.failed(call(lesson.verify, lesson.parts())), set())
+        self.assertEqual(self.failed(call(lesson.main, ["--verify"])), set())
+
+    def test_every_bug_is_named_and_every_claim_can_fail(self):
+        bitten = set()
+        for part, bug, wrong in BUGS:
+            with self.subTest(part, bug=bug):
+                failing = self.failed(call(lesson.verify, {part: wrong}))
+                self.assertTrue(failing)
+                bitten |= failing
+        self.assertEqual(bitten, set(range(14)))
+        self.assertTrue(self.failed(call(lesson.verify, {"OutOfPages": KeyError})))
+        self.assertEqual({*SABOTAGE, "OutOfPages"}, set(lesson.parts()))
+
+    def test_a_bug_in_the_file_fails_the_command_line(self):
+        for part, bug, wrong in BUGS:
+            with self.subTest(part, bug=bug):
+                module = edited()
+                vars(module).update({part: wrong, "OutOfPages": lesson.OutOfPages})
+                self.assertTrue(self.failed(call(module.main, ["--verify"])))
+
+    def test_every_constant_matters(self):
+        for old, new in CONSTANTS.items():
+            with self.subTest(new):
+                self.assertTrue(self.failed(call(edited((old, new)).main, ["--verify"])))
+
+    def test_constants_changed_in_a_repl(self):
+        for name, value in vars(lesson).items():
+            if name.isupper() and isinstance(value, (int, float)):
+                with self.subTest(name), mock.patch.object(lesson, name, value * 2):
+                    self.assertTrue(self.failed(call(lesson.main, ["--verify"])))
+
+    def test_a_failing_line_shows_both_figures(self):
+        def failing_line(outcome, block):
+            return re.search(rf"^  \[FAIL\] {block}.*$", outcome[1], re.MULTILINE).group()
+
+        line = failing_line(call(lesson.verify, {"paged": admits_too_much}), "B3")
+        self.assertRegex(line, r"tokens held: derived 563712, the mechanism gives \d+")
+        line = failing_line(call(lesson.verify, {"paged": lambda *a: 1 // 0}), "B3")
+        self.assertRegex(line, r"derived 0\.54%, the mechanism raises ZeroDivisionError")
+        line = failing_line(
+            call(edited(("seed: int = 5", "seed: int = 6")).main, ["--verify"]), "B2"
+        )
+        self.assertRegex(
+            line, r"derived .* wasted, batch 69, the page says 82\.3% wasted, batch 69"
+        )
+
+    def test_a_right_mechanism_of_ones_own_passes(self):
+        def mine(requests, page_tokens=16):
+            pages = int(172.5 * 2**30) // 327_680 // page_tokens
+            batch = held = logical = 0
+            for prompt, output in requests:
+                need = math.ceil((prompt + output) / page_tokens)
+                if held + need > pages:
+                    break
+                batch, held, logical = batch + 1, held + need, logical + prompt + output
+            waste = 1 - logical / held / page_tokens
+            return types.SimpleNamespace(batch=batch, held_tokens=held * page_tokens, waste=waste)
+
+        self.assertEqual(self.failed(call(lesson.verify, {"paged": mine})), set())
+
+
+class TheLesson(unittest.TestCase):
+    def test_docstring_examples(self):
+        if lesson.__doc__ is None:
+            self.skipTest("docstrings are stripped (-OO)")
+        result = doctest.testmod(lesson)
+        self.assertEqual(result.failed, 0)
+        self.assertGreaterEqual(result.attempted, 12)
+
+    @unittest.skipUnless(os.path.exists(README), "the README is not beside the tests")
+    def test_readme_examples(self):
+        names = dict(vars(lesson))
+        result = doctest.testfile(
+            README,
+            module_relative=False,
+            globs=names,
+            optionflags=doctest.ELLIPSIS,
+            encoding="utf-8",
+        )
+        self.assertEqual(result.failed, 0)
+        self.assertGreaterEqual(result.attempted, 9)
+
+    def test_every_mechanism_is_documented_and_is_the_one_in_the_module(self):
+        for name, mechanism in lesson.parts().items():
+            self.assertIs(mechanism, getattr(lesson, name))
+            if lesson.__doc__ is not None:
+                self.assertTrue(inspect.getdoc(mechanism), name)
+
+    def test_prerequisites(self):
+        needs = {n: lesson.prerequisites(n) for n in range(1, 7)}
+        self.assertEqual(needs, {1: [], 2: [1], 3: [1, 2], 4: [1, 2, 3], 5: [1], 6: [1, 2, 3, 5]})
+
+    def test_parts_and_silent_blocks_print_nothing_and_run_no_workload(self):
+        with mock.patch.object(lesson, "lognormal_pairs", side_effect=AssertionError):
+            _, printed = call(lesson.parts)
+        self.assertEqual(printed, "")
+
+    def test_what_is_printed_comes_out_of_the_parts(self):
+        # A mechanism that is off shows in its block and in the assembly: no second copy exists.
+        for n, name, wrong in (
+            (1, "kv_bytes_per_token", lambda *shape: 7 * 2**10),
+            (2, "contiguous", lambda requests, reserve: lesson.Allocation(7777, 10**6, 10**5, 7)),
+            (3, "paged", lambda requests, page=16: lesson.Allocation(7777, 10**6, 10**5)),
+            (4, "shared_prefix", lambda *args, **kwargs: lesson.Allocation(7777, 10**6, 10**5)),
+            (5, "break_even", lambda kv=1, tp=4: 77.77),
+        ):
+            run_block, parts = lesson.BLOCKS[n].run, lesson.parts()
+            _, before = call(run_block, parts, True)
+            with mock.patch.object(lesson, name, wrong):
+                _, after = call(run_block, parts, True)
+            self.assertNotEqual(before, after, name)
+            right, wired = (
+                call(lesson.assembly, parts),
+                call(lesson.assembly, {**parts, name: wrong}),
+            )
+            self.assertNotEqual(right, wired, name)
+
+    def test_prose_is_ascii_and_fits_a_terminal(self):
+        for mode in MODES:
+            status, printed = call(lesson.main, mode)
+            self.assertEqual(status, 0)
+            self.assertTrue(printed.isascii())
+            for line in printed.splitlines():
+                table_or_claim = re.match(r"  (\[PASS\]|allocator  |contiguous, |paged)", line)
+                self.assertTrue(len(line) <= 80 or table_or_claim, line)
+                self.assertEqual(line, line.rstrip())
+
+
+class CommandLine(unittest.TestCase):
+    def test_wrong_usage_is_one_line_and_exit_2(self):
+        for args in (
+            ["--block", "0"], ["--block", "7"], ["--block", "x"], ["--block", ""], ["--block"],
+            ["--block", "1.0"], ["--block", "-1"], ["--block", " 1"], ["--block", "\u0663"],
+            ["--block", "1", "--block", "2"], ["--quiet", "--verify"], ["--block", "1", "--quiet"],
+            ["--help", "--verify"], ["--fast"], ["--ver"], ["-v"], ["3"], ["--quiet=1"], [""],
+        ):  # fmt: skip
+            with self.subTest(args):
+                done = run(*args)
+                self.assertEqual((done.returncode, done.stdout), (2, b""))
+                self.assertRegex(
+                    done.stderr.decode(),
+                    r"\Am02_kv_cache: [^\n]*--block N \(N from 1 to 6\)[^\n]*\n\Z",
+                )
+                with contextlib.redirect_stderr(io.StringIO()):
+                    self.assertEqual(call(lesson.main, args), (2, ""))
+
+    def test_a_block_says_what_ran_before_it(self):
+        _, printed = call(lesson.main, ["--block", "6"])
+        self.assertTrue(printed.startswith("(Ran silently first: block 1, 2, 3, 5.)\n"), printed)
+        self.assertEqual(printed.count("Block "), 1)
+        self.assertEqual(call(lesson.main, ["--block=6"])[1], printed)
+
+    def test_the_whole_run_is_its_blocks_and_the_assembly(self):
+        whole = call(lesson.main, [])[1]
+        blocks = [call(lesson.main, ["--block", str(n)])[1] for n in range(1, 7)]
+        shown = [re.sub(r"\A\(Ran silently.*\n", "", printed) for printed in blocks]
+        self.assertEqual(whole, "".join(shown) + call(lesson.main, ["--quiet"])[1])
+
+    def test_a_reader_that_goes_away(self):
+        for mode in MODES:
+            reader, writer = os.pipe()
+            os.close(reader)
+            done = run(*mode, stdout=writer)
+            os.close(writer)
+            self.assertEqual((done.stderr, done.returncode), (b"", 141), mode)
+
+    @unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full here")
+    def test_a_full_disk(self):
+        with open("/dev/full", "w", encoding="ascii") as full:
+            done = run(stdout=full)
+        self.assertEqual(done.returncode, 1)
+        self.assertRegex(done.stderr.decode(), r"\Am02_kv_cache: cannot write the output: .*\n\Z")
+
+    @unittest.skipUnless(os.name == "posix", "closing a standard stream takes a POSIX shell")
+    def test_closed_standard_streams(self):
+        for mode, status in ((["--verify"], 0), ([], 0), (["--help"], 0), (["--block", "9"], 2)):
+            for closed in (">&-", "2>&-", "<&-", ">&- 2>&- <&-"):
+                command = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, SCRIPT, *mode]
+                done = subprocess.run(command, capture_output=True, timeout=100)
+                self.assertEqual(done.returncode, status, (mode, closed, done.stderr))
+                self.assertNotIn(b"Traceback", done.stderr)
+
+    def test_ctrl_c(self):
+        with mock.patch.object(lesson, "assembly", side_effect=KeyboardInterrupt):
+            self.assertEqual(call(lesson.main, ["--quiet"]), (130, ""))
+
+    def test_verify_does_not_need_assert(self):
+        for flag in ("-O", "-OO"):
+            self.assertEqual(run("--verify", python=(sys.executable, flag)).returncode, 0)
+
+
+def interpreters():
+    """Commands of the Pythons found here, 3.9 or newer, one for each version and implementation."""
+    names = [f"python3.{minor}" for minor in range(9, 30)] + ["pypy3"]
+    pyenv = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
+    candidates = [path for path in map(shutil.which, names) if path]
+    candidates += sorted(glob.glob(os.path.join(pyenv, "versions", "*", "bin", "python3")))
+    report = "import platform, sys; print(platform.python_implementation(), *sys.version_info[:2])"
+    found = {}
+    for path in candidates:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run([path, "-c", report], capture_output=True, text=True, timeout=60)
+            words = done.stdout.split()
+            if done.returncode == 0 and (int(words[1]), int(words[2])) >= (3, 9):
+                found.setdefault(" ".join((words[0], ".".join(words[1:]))), path)
+    return found
+
+
+class SameTextEverywhere(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls):
+        cls.expected = {tuple(mode): call(lesson.main, list(mode))[1].encode() for mode in MODES}
+
+    def compare(self, modes=MODES, **kwargs):
+        for mode in modes:
+            done = run(*mode, **kwargs)
+            self.assertEqual((done.stderr, done.returncode), (b"", 0))
+            text = done.stdout.replace(os.linesep.encode(), b"\n")
+            self.assertEqual(text, self.expected[tuple(mode)])
+
+    def test_every_python_found(self):
+        found = interpreters()
+        for version, path in found.items():
+            with self.subTest(version):
+                self.compare(python=(path,))
+        wanted = {f"CPython 3.{minor}" for minor in range(9, 14)} | {"PyPy"}
+        missing = sorted(wanted - set(found) - {version.split()[0] for version in found})
+        if missing:
+            self.skipTest(f"compared on {', '.join(found)}; not found: {', '.join(missing)}")
+
+    def test_hash_seeds(self):
+        for seed in ("0", "1", "4294967295", "random"):
+            self.compare(env=environment(PYTHONHASHSEED=seed))
+
+    def test_flags(self):
+        for flags in (("-I",), ("-O",), ("-OO",), ("-W", "error"), ("-X", "dev"), ("-I", "-S")):
+            self.compare(([], ["--verify"], ["--help"]), python=(sys.executable, *flags))
+
+    def test_locales_and_terminals(self):
+        for changes in (
+            {"LC_ALL": "C"}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+            {"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"},
+            {"LC_ALL": "tr_TR.UTF-8"},
+            {"COLUMNS": "20"}, {"TERM": "dumb", "NO_COLOR": "1"}, {"FORCE_COLOR": "1"},
+        ):  # fmt: skip
+            self.compare(([], ["--verify"], ["--help"]), env=environment(**changes))
+
+    def test_another_folder_as_a_module_and_read_only(self):
+        with tempfile.TemporaryDirectory() as folder:
+            self.compare(([], ["--verify"]), cwd=folder)
+            copy = shutil.copy(SCRIPT, folder)
+            os.chmod(copy, 0o444)
+            os.chmod(folder, 0o555)
+            self.compare(([], ["--verify"]), script=copy)
+            os.chmod(folder, 0o755)
+        self.compare(
+            ([], ["--quiet"]), python=(sys.executable, "-B", "-m"), script="m02_kv_cache", cwd=HERE
+        )
+
+
+class Purity(unittest.TestCase):
+    WATCH = """
+import os, runpy, sys
+found = []
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+FORBIDDEN = (
+    "socket.", "subprocess.", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.system",
+    "os.remove", "os.rename", "os.mkdir", "shutil.", "urllib.", "ctypes.", "tempfile.",
+)
+def hook(event, args):
+    if event == "open" and isinstance(args[2], int) and args[2] & WRITES:
+        found.append((event, args[0]))
+    elif event.startswith(FORBIDDEN):
+        found.append((event, args))
+    elif event == "import":
+        top = args[0].partition(".")[0]
+        if top not in getattr(sys, "stdlib_module_names", (top,)):
+            found.append((event, args[0]))
+sys.addaudithook(hook)
+script = sys.argv[1]
+sys.argv[:] = sys.argv[1:]
+try:
+    runpy.run_path(script, run_name="__main__")
+except SystemExit as end:
+    status = end.code
+if found:
+    sys.exit(f"impure: {found}")
+sys.exit(status)
+"""
+
+    def watched(self, script, *args):
+        # No site-packages (-I -S), so that a third-party import cannot succeed either; no bytecode.
+        flags = (sys.executable, "-I", "-S", "-B", "-c", self.WATCH)
+        return run(*args, python=flags, script=script)
+
+    def test_every_mode(self):
+        for mode in MODES:
+            done = self.watched(SCRIPT, *mode)
+            self.assertEqual((done.stderr, done.returncode), (b"", 0), mode)
+
+    def test_the_watch_sees_a_write_a_socket_a_process_and_an_import(self):
+        for impure in (
+            "open(__file__ + '.x', 'w')", "import os; os.open(__file__, os.O_RDWR)",
+            "import socket; socket.socket()", "import subprocess; subprocess.call(['true'])",
+            "try:\n import numpy_or_so\nexcept ImportError: pass",
+        ):  # fmt: skip
+            if "numpy" in impure and not hasattr(sys, "stdlib_module_names"):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                script = os.path.join(folder, "impure.py")
+                with open(script, "w", encoding="ascii") as file:
+                    file.write(impure + "\nraise SystemExit(0)\n")
+                done = self.watched(script)
+                self.assertIn(b"impure: ", done.stderr, impure)
+
+    def test_importing_prints_nothing(self):
+        done = subprocess.run(
+            [sys.executable, "-B", "-c", "import m02_kv_cache"],
+            cwd=HERE,
+            capture_output=True,
+            timeout=60,
+        )
+        self.assertEqual((done.stdout, done.stderr, done.returncode), (b"", b"", 0))
+
+
+if __name__ == "__main__":
+    unittest.main()
