@@ -399,7 +399,7 @@ class FetchOrRecompute(unittest.TestCase):
 
 
 class Preemption(unittest.TestCase):
-    def test_the_page_s_figures(self):
+    def test_the_stated_figures(self):
         for occupancy, tokens in ((0, 0), (0.85, 0), (0.90, 215_494), (0.99, 1_652_576)):
             self.assertEqual(lesson.preempted_tokens(occupancy), tokens)
 
@@ -727,7 +727,7 @@ class VerifyBites(unittest.TestCase):
             call(edited(("seed: int = 5", "seed: int = 6")).main, ["--verify"]), "B2"
         )
         self.assertRegex(
-            line, r"derived .* wasted, batch 69, the page says 82\.3% wasted, batch 69"
+            line, r"derived .* wasted, batch 69, but the lesson states 82\.3% wasted, batch 69"
         )
 
     def test_a_right_mechanism_of_ones_own_passes(self):
@@ -788,7 +788,7 @@ class TheLesson(unittest.TestCase):
             (2, "contiguous", lambda requests, reserve: lesson.Allocation(7777, 10**6, 10**5, 7)),
             (3, "paged", lambda requests, page=16: lesson.Allocation(7777, 10**6, 10**5)),
             (4, "shared_prefix", lambda *args, **kwargs: lesson.Allocation(7777, 10**6, 10**5)),
-            (5, "break_even", lambda kv=1, tp=4: 77.77),
+            (5, "break_even", lambda *args, **kwargs: 77.77),
         ):
             run_block, parts = lesson.BLOCKS[n].run, lesson.parts()
             _, before = call(run_block, parts, True)
