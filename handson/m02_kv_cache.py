@@ -12,7 +12,8 @@ Read it from top to bottom:
     blocks 1 to 6            the mechanisms first, then the block that demonstrates them
     assembly and parts       the blocks wired together; every mechanism by name, for a REPL
     verify                   14 claims derived a second time, independently, and compared
-    command line             no argument, --block N, --quiet, --verify
+    predict                  six questions to answer before reading
+    command line             no argument, --block N, --quiet, --verify, --model FILE, --predict
 
 A mechanism is an ordinary function or class: `from m02_kv_cache import paged`, then `help(paged)`.
 """
@@ -21,14 +22,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import heapq
+import io
+import json
 import math
 import operator
 import random
+import re
 import sys
 import textwrap
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import accumulate, count, islice
 from typing import Any, NamedTuple, NoReturn
@@ -220,15 +225,207 @@ def kv_gib(tokens: int, kv_per_token: int = KV_PER_TOKEN) -> float:
     return whole("tokens", tokens) * whole("kv_per_token", kv_per_token, least=1) / GIB
 
 
-def budget_share(
-    tokens: int, budget_gib: float = KV_BUDGET_GIB, kv_per_token: int = KV_PER_TOKEN
-) -> float:
-    """Share of a replica's KV budget that one sequence of `tokens` tokens holds (1.0: all of it).
+def budget_share(gib: float, budget_gib: float = KV_BUDGET_GIB) -> float:
+    """Share of a replica's KV budget that `gib` GiB take (1.0: all of it).
 
-    >>> budget_share(131_072, budget_gib=80, kv_per_token=327_680)
+    >>> budget_share(kv_gib(131_072, kv_per_token=327_680), budget_gib=80)
     0.5
     """
-    return kv_gib(tokens, kv_per_token) / number("budget_gib", budget_gib, most=1e9)
+    return number("gib", gib, least=0) / number("budget_gib", budget_gib, most=1e9)
+
+
+# The same for any other model. Its config.json says all that is needed, but in many spellings, and
+# calculators get it wrong: head_dim is not always hidden_size / heads, multi-head latent attention
+# stores one vector and not two, and not every layer keeps every token.
+
+
+def spelling(config: Mapping[str, Any], *names: str) -> str:
+    """The one of several names under which a config gives a setting; else the first. null is no."""
+    given = [name for name in names if config.get(name) is not None] or [names[0]]
+    for other in given[1:]:
+        if config[other] != config[given[0]]:
+            raise ValueError(
+                f"{given[0]} = {config[given[0]]!r} contradicts {other} = {config[other]!r}"
+            )
+    return given[0]
+
+
+def dimension(config: Mapping[str, Any], *names: str, least: int = 1) -> int:
+    """A number of layers, heads, values or tokens, which the config must give."""
+    name = spelling(config, *names)
+    if config.get(name) is None:
+        raise ValueError(f"config lacks {name}")
+    return whole(name, config[name], least, most=10**7)
+
+
+def kv_heads_of(config: Mapping[str, Any], heads: int) -> int:
+    """How many KV heads serve the query heads: as many (MHA), fewer (GQA) or one (MQA)."""
+    names = ["num_key_value_heads", "num_kv_heads", "n_head_kv"]
+    if config.get("multi_query_attention") is not False:  # ChatGLM has a number of groups, if true
+        names.append("multi_query_group_num")
+    name = spelling(config, *names)
+    kv_heads = heads if config.get(name) is None else dimension(config, name)
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        if kv_heads not in (1, heads):  # Falcon 7B gives all its heads here, and has one
+            raise ValueError(f"{name} = {kv_heads} contradicts multi_query")
+        return 1
+    if heads % kv_heads:
+        raise ValueError(f"{name} = {kv_heads} does not divide the {heads} query heads")
+    return kv_heads
+
+
+def head_dim_of(config: Mapping[str, Any], heads: int) -> int:
+    """Values in a head: what the config says, and hidden size / query heads only if it does not."""
+    name = spelling(config, "head_dim", "kv_channels")
+    if config.get(name) is not None:
+        return dimension(config, name)
+    hidden = dimension(config, "hidden_size", "n_embd")
+    if hidden % heads:
+        message = f"hidden_size = {hidden} is no multiple of {heads} query heads"
+        raise ValueError(f"config lacks head_dim, and {message}")
+    return hidden // heads
+
+
+FULL, SLIDING, NO_KV = "every token", "a window", "nothing"  # what a layer keeps
+LAYER_TYPES = {
+    "full_attention": FULL,
+    "attention": FULL,
+    "sliding_attention": SLIDING,
+    "linear_attention": NO_KV,
+    "mamba": NO_KV,
+    "conv": NO_KV,
+}
+# Where a model's code, and not its config, says that every n-th layer keeps every token.
+PATTERNS = {"cohere2": 4, "gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
+
+
+def layers_of(config: Mapping[str, Any]) -> list[str]:
+    """What each layer keeps. Configs say so in several ways, which must not disagree."""
+    layers = range(dimension(config, "num_hidden_layers", "n_layer", "num_layers"))
+    told: dict[str, list[str]] = {}  # by setting
+
+    def every(n: int, others: str) -> list[str]:
+        return [others if (i + 1) % n else FULL for i in layers]
+
+    types = config.get("layer_types")
+    if types is not None:
+        if not isinstance(types, list) or len(types) != len(layers):
+            raise ValueError(f"layer_types must list {len(layers)} layers, not {types!r}")
+        for kind in types:
+            if not isinstance(kind, str) or kind not in LAYER_TYPES:
+                raise ValueError(f"layer_types has {kind!r}, which is not supported")
+        told["layer_types"] = [LAYER_TYPES[kind] for kind in types]
+    if config.get("full_attention_interval") is not None:
+        interval = dimension(config, "full_attention_interval")
+        told["full_attention_interval"] = every(interval, NO_KV)
+    slides = config.get("use_sliding_window")
+    if slides is None:
+        slides = any(config.get(f"sliding_window{end}") is not None for end in ("", "_pattern"))
+    if slides and config.get("sliding_window_pattern") is not None:
+        pattern = dimension(config, "sliding_window_pattern")
+        told["sliding_window_pattern"] = every(pattern, SLIDING)
+    if slides and config.get("max_window_layers") is not None:
+        first = dimension(config, "max_window_layers", least=0)
+        told["max_window_layers"] = [FULL if i < first else SLIDING for i in layers]
+    if not told and slides and config.get("model_type") in PATTERNS:
+        return every(PATTERNS[config["model_type"]], SLIDING)
+    if not told:
+        return [SLIDING if slides else FULL for _ in layers]
+    (source, kept), *others = told.items()
+    for other, disagreeing in others:
+        if disagreeing != kept:
+            raise ValueError(f"{other} contradicts {source}")
+    if SLIDING in kept and not slides:
+        raise ValueError(f"{source} has sliding layers, but sliding_window is absent or not in use")
+    return kept
+
+
+DTYPE_NAMES = ("torch_dtype", "dtype")
+
+
+def value_bytes(config: Mapping[str, Any]) -> int:
+    """Bytes of one value, from the dtype that a config names: bfloat16, float8_e4m3fn, ..."""
+    name = spelling(config, *DTYPE_NAMES)
+    if config.get(name) is None:
+        raise ValueError(f"config lacks {name}; give dtype_bytes")
+    bits = re.fullmatch(r"(torch\.)?b?f(loat|p)?(8|16|32|64)(_\w+)?", str(config[name]))
+    if not bits:
+        raise ValueError(f"{name} = {config[name]!r} is not supported")
+    return int(bits[3]) // 8
+
+
+# Settings of architectures whose KV follows other rules: chunked attention, hybrids that choose
+# layers in another way, encoders, layers that share KV or differ in shape, an index to search KV.
+# Better no answer than a wrong one.
+UNSUPPORTED = (
+    "attention_chunk_size", "attention_types", "attn_layer_period", "attn_type_list",
+    "block_types", "hybrid_override_pattern", "layers_block_type", "linear_attn_config",
+    "cross_attention_layers", "is_encoder_decoder", "num_kv_shared_layers", "block_configs",
+    "num_key_value_heads_per_layer", "num_global_key_value_heads", "swa_head_dim", "index_topk",
+)  # fmt: skip
+
+
+def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that is about the decoder, if it is one that is supported."""
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config must be a dict, not {config!r}")
+    text = config.get("text_config")
+    if text is not None:
+        if not isinstance(text, Mapping):
+            raise TypeError(f"text_config must be a dict, not {text!r}")
+        outer, config = config, dict(text)
+        if config.get(spelling(text, *DTYPE_NAMES)) is None:
+            config["torch_dtype"] = outer.get(spelling(outer, *DTYPE_NAMES))
+    for name in UNSUPPORTED:
+        if config.get(name):
+            raise ValueError(f"{name} is of an architecture that is not supported")
+    return config
+
+
+def kv_bytes(config: Mapping[str, Any], tokens: int = 1, dtype_bytes: int | None = None) -> int:
+    """Bytes of KV cache that one sequence of `tokens` tokens holds, from a model's config.json.
+
+    `config` is the file read as a dict; where it nests a `text_config`, that counts. A value takes
+    `dtype_bytes` bytes (fp8: 1), or as many as the config's dtype. A config that lacks a setting,
+    contradicts itself or is of an architecture not known here raises ValueError or TypeError, and
+    names the setting.
+
+    - Full attention: 2 x KV heads x head_dim values a layer and token (MHA, GQA and MQA).
+    - Multi-head latent attention: kv_lora_rank + qk_rope_head_dim values a layer and token, once
+      for all heads and for both K and V (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
+    - Sliding-window layers hold `sliding_window` tokens at most; linear-attention layers hold no
+      KV (their constant state is not counted).
+
+    >>> config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+    ...     "hidden_size": 4096, "torch_dtype": "bfloat16"}
+    >>> kv_bytes(config), kv_bytes(config, tokens=1000, dtype_bytes=1)
+    (131072, 65536000)
+    """
+    tokens = whole("tokens", tokens)
+    config = text_config_of(config)
+    layers = layers_of(config)
+    size = value_bytes(config) if dtype_bytes is None else whole("dtype_bytes", dtype_bytes, 1)
+    if config.get("kv_lora_rank") is not None:
+        latent = dimension(config, "kv_lora_rank") + dimension(config, "qk_rope_head_dim")
+        per_layer = latent * size
+    else:
+        heads = dimension(config, "num_attention_heads", "n_head")
+        per_layer = kv_bytes_per_token(
+            1, kv_heads_of(config, heads), head_dim_of(config, heads), size
+        )
+    window = min(tokens, dimension(config, "sliding_window")) if SLIDING in layers else 0
+    return per_layer * (tokens * layers.count(FULL) + window * layers.count(SLIDING))
+
+
+CONTEXTS = (1024, 4096, 32_768, 131_072)
+
+
+def context_table(gib_of: Callable[[int], float]) -> None:
+    """Print what a sequence of each length in CONTEXTS holds: `gib_of(tokens)` GiB."""
+    print("     context   KV per sequence   % of a replica")
+    for context in CONTEXTS:
+        gib = gib_of(context)
+        print(f"{context:>12,}{gib:>15.2f} GiB{budget_share(gib):>17.1%}")
 
 
 @block(1, "What a token costs", "the one number the whole design follows from")
@@ -241,14 +438,12 @@ def b1(s: Parts, show: bool) -> Parts:
         )
         print(f"  = {KV_PER_TOKEN:,} B/token = {KV_PER_TOKEN // 1024} KiB per token")
         print()
-        print("     context   KV per sequence   % of a replica")
-        for context in (1024, 4096, 32_768, 131_072):
-            print(f"{context:>12,}{kv_gib(context):>15.2f} GiB{budget_share(context):>17.1%}")
+        context_table(kv_gib)
         say(
             f"""Weights are paid for once; this is paid again by every token of every sequence, for
             as long as the sequence runs. After weights and buffers, a replica of 4 x H100 has
-            {KV_BUDGET_GIB} GiB for it, so {1 / budget_share(131_072):.1f} requests of 128k tokens
-            fill it, whatever the GPUs could still compute."""
+            {KV_BUDGET_GIB} GiB for it, so {1 / budget_share(kv_gib(131_072)):.1f} requests of 128k
+            tokens fill it, whatever the GPUs could still compute."""
         )
         without_gqa = kv_bytes_per_token(LAYERS, Q_HEADS, HEAD_DIM, DTYPE)
         say(
@@ -256,10 +451,16 @@ def b1(s: Parts, show: bool) -> Parts:
             token would cost {without_gqa // 1024:,} KiB, {without_gqa // KV_PER_TOKEN}x as much.
             (A what-if: Llama-2 70B has {KV_HEADS} KV heads too.)"""
         )
+        say(
+            """For another model, --model config.json prints this table. Not every model is so
+            plain: a head may be wider than hidden size / heads, one latent vector may stand for all
+            K and V, and a layer may keep a window of tokens or none. kv_bytes knows."""
+        )
     return {
         "kv_bytes_per_token": kv_bytes_per_token,
         "kv_gib": kv_gib,
         "budget_share": budget_share,
+        "kv_bytes": kv_bytes,
     }
 
 
@@ -285,7 +486,11 @@ class Allocation(NamedTuple):
 
 
 def budget_tokens(budget_gib: float, kv_per_token: int) -> int:
-    """Whole tokens of KV cache that fit the budget."""
+    """Whole tokens of KV cache that fit the budget.
+
+    >>> budget_tokens(16, kv_per_token=57_344) // 16  # Qwen2.5 7B in 16 GiB: 16-token pages
+    18724
+    """
     budget = int(number("budget_gib", budget_gib, most=1e9) * GIB)
     return budget // whole("kv_per_token", kv_per_token, least=1)
 
@@ -338,7 +543,11 @@ def b2(s: Parts, show: bool) -> Parts:
             """So there is no good setting. A reservation large enough to be safe is mostly empty,
             and one that is mostly full cuts answers off or refuses prompts."""
         )
-    return {"seq_lengths": seq_lengths, "contiguous": contiguous}
+    return {
+        "seq_lengths": seq_lengths,
+        "budget_tokens": budget_tokens,
+        "contiguous": contiguous,
+    }
 
 
 # ----------------------------------------------------------------------- block 3: paged allocation
@@ -694,14 +903,26 @@ def recompute_seconds(
     n_params: float = N_PARAMS,
     flops_per_gpu: float = DENSE_FLOPS_PER_GPU,
     tp: int = 4,
+    mfu: float = 1.0,
+    attention: bool = False,
+    layers: int = LAYERS,
+    q_heads: int = Q_HEADS,
+    head_dim: int = HEAD_DIM,
 ) -> float:
-    """Seconds to prefill `prefix` tokens again on `tp` GPUs, each at `flops_per_gpu` FLOP/s.
+    """Seconds to prefill `prefix` tokens again on `tp` GPUs of `flops_per_gpu` FLOP/s each.
 
-    A forward pass costs 2 FLOP per parameter and token: a multiply and an add (Kaplan et al. 2020,
-    "Scaling laws", section 2.1). That leaves attention out and assumes that peak FLOPs are reached.
+    A forward pass costs 2 FLOP per parameter and token, a multiply and an add (Kaplan et al. 2020,
+    "Scaling laws for neural language models", section 2.1). With `attention`, each token adds
+    4 x layers x q_heads x head_dim FLOP per token before it: half the prefix, on average. `mfu` is
+    the share of the peak FLOP/s that prefill reaches (0 to 1).
     """
-    flop = 2 * number("n_params", n_params) * whole("prefix", prefix)
-    return flop / (number("flops_per_gpu", flops_per_gpu) * whole("tp", tp, least=1))
+    prefix = whole("prefix", prefix)
+    flop_per_token = 2 * number("n_params", n_params)
+    if attention:
+        width = whole("q_heads", q_heads, least=1) * whole("head_dim", head_dim, least=1)
+        flop_per_token += 4 * whole("layers", layers, least=1) * width * prefix / 2
+    flop_per_s = number("flops_per_gpu", flops_per_gpu) * whole("tp", tp, least=1)
+    return prefix * flop_per_token / (flop_per_s * number("mfu", mfu, most=1))
 
 
 def break_even(
@@ -709,16 +930,47 @@ def break_even(
     n_params: float = N_PARAMS,
     flops_per_gpu: float = DENSE_FLOPS_PER_GPU,
     tp: int = 4,
+    mfu: float = 1.0,
+    attention: bool = False,
+    prefix: int = 1,
+    layers: int = LAYERS,
+    q_heads: int = Q_HEADS,
+    head_dim: int = HEAD_DIM,
 ) -> float:
     """GB/s at which fetching a prefix takes as long as recomputing it: fetch from what is faster.
 
-    Both times grow with the prefix's length, so the length cancels and one token is enough.
+    Both times grow with the length of the prefix, so it cancels, and one token is enough. It does
+    not cancel with `attention`: then `prefix` is the length, and the rest is as in
+    `recompute_seconds`.
 
     >>> round(break_even(kv_per_token=327_680, n_params=70e9, flops_per_gpu=989.5e12, tp=4), 2)
     9.26
+    >>> round(break_even(attention=True, prefix=131_072), 2)
+    4.16
     """
-    recompute = recompute_seconds(1, n_params, flops_per_gpu, tp)
-    return fetch_seconds(1, 1.0, kv_per_token) / recompute
+    model = (layers, q_heads, head_dim)
+    whole("prefix", prefix, least=1)
+    recompute = recompute_seconds(prefix, n_params, flops_per_gpu, tp, mfu, attention, *model)
+    return fetch_seconds(prefix, 1.0, kv_per_token) / recompute
+
+
+def shortest_fetch(gb_per_s: float) -> int:
+    """Shortest prefix, in tokens and at TP4, that is fetched at `gb_per_s` faster than recomputed.
+
+    With attention counted the break-even falls as the prefix grows, so bisection finds it.
+
+    >>> shortest_fetch(7)
+    34546
+    """
+    number("gb_per_s", gb_per_s, least=1e-3)
+    recomputed, fetched = 0, 10**10
+    while fetched - recomputed > 1:
+        middle = (recomputed + fetched) // 2
+        if break_even(attention=True, prefix=middle) < gb_per_s:
+            fetched = middle
+        else:
+            recomputed = middle
+    return fetched
 
 
 @block(5, "Fetch or recompute", "the break-even bandwidth, and it deletes a tier", (1,))
@@ -752,14 +1004,28 @@ def b5(s: Parts, show: bool) -> Parts:
             drive clears it. Beware of the datasheet's 1,979 TFLOP/s: that is with 2:4 sparsity, and
             would make the bar {break_even(flops_per_gpu=1979e12):.1f} GB/s."""
         )
+        drive = TIERS["local NVMe"]
         say(
-            """All this is at 2N FLOP a token, at 100% of the dense peak, and with one drive. Each
-            of the three moves the verdict."""
+            f"""All this is at 2N FLOP a token, at 100% of the dense peak, and with one drive. Each
+            of the three moves the verdict. Prefill never reaches the peak: below
+            {drive / threshold:.1%} MFU one {drive} GB/s drive wins, and at 50% the bar is
+            {break_even(mfu=0.5):.2f} GB/s. Two such drives, striped, clear it at any MFU. And
+            attention costs more the longer the prefix, so that with it the length does not
+            cancel:"""
+        )
+        print("\n      prefix   break-even BW with attention")
+        for prefix in (1024, 4096, 16_384, 32_768, 131_072):
+            print(f"{prefix:>12,}{break_even(attention=True, prefix=prefix):>26.2f} GB/s")
+        say(
+            f"""From {shortest_fetch(drive):,} tokens on the one drive wins, even at the full peak.
+            And time is not the only price: a fetch is a copy that leaves the GPUs free, a recompute
+            takes them."""
         )
     return {
         "break_even": break_even,
         "fetch_seconds": fetch_seconds,
         "recompute_seconds": recompute_seconds,
+        "shortest_fetch": shortest_fetch,
     }
 
 
@@ -785,9 +1051,174 @@ def preempted_tokens(occupancy: float, n: int = 2000, seed: int = 3) -> int:
     return tokens
 
 
+# What happens instead of that curve can be computed: a scheduler, a pool, and requests that grow.
+
+
+class Served(NamedTuple):
+    """What it took to serve a workload to the end."""
+
+    steps: int  # forward passes: each gives every running sequence one token
+    generated: int  # output tokens
+    prefilled: int  # tokens prefilled, repeats included
+    reprefilled: int  # of these, for sequences that had been preempted
+    preempted: int  # how often a sequence lost its pages
+    peak_pages: int  # pages held at the fullest moment
+
+
+class Scheduler:
+    """Continuous batching on a pool of pages, with preemption by recompute.
+
+    A step admits from the queue, gives every running sequence a token, lets finished ones go and
+    makes room for the next token. Between two steps at which a sequence finishes or the pool runs
+    out, sequences only take a page each at every page boundary; so `skip` counts those pages and
+    jumps over all such steps at once.
+    """
+
+    def __init__(
+        self,
+        requests: Iterable[tuple[int, int]],
+        pages: int,
+        page_tokens: int,
+        headroom: int,
+        max_running: float,
+    ) -> None:
+        self.pages, self.page_tokens = pages, page_tokens
+        self.headroom, self.max_running = headroom, max_running
+        self.waiting = deque((prompt, output, 0) for prompt, output in requests)
+        # Running sequences by number of admission, the newest last: (prompt, output, start), where
+        # `start` is such that the sequence is start + step tokens long at the end of a step.
+        self.running: dict[int, tuple[int, int, int]] = {}
+        # Which of them take a page at the end of step n, by n % page_tokens.
+        self.growing: defaultdict[int, dict[int, None]] = defaultdict(dict)
+        self.finishing: list[tuple[int, int]] = []  # a heap of (step, number); may be outdated
+        self.step = self.admitted = self.held = self.peak = 0
+        self.generated = self.prefilled = self.reprefilled = self.preempted = 0
+
+    def admit(self) -> None:
+        """Start what fits, from the head of the queue, each with room for its next token."""
+        while self.waiting and len(self.running) < self.max_running:
+            prompt, output, generated = self.waiting[0]
+            tokens = prompt + generated
+            need = tokens // self.page_tokens + 1
+            headroom = self.headroom if self.running else 0
+            if self.held + need + headroom > self.pages:
+                return
+            self.waiting.popleft()
+            self.prefilled += tokens
+            if generated:
+                self.reprefilled += tokens
+            self.held += need
+            self.admitted += 1
+            start = tokens + 1 - self.step
+            self.running[self.admitted] = (prompt, output, start)
+            self.growing[-start % self.page_tokens][self.admitted] = None
+            heapq.heappush(self.finishing, (prompt + output - start, self.admitted))
+
+    def skip(self) -> None:
+        """Go to the next step at which a sequence finishes or the pool runs out."""
+        while self.finishing[0][1] not in self.running:
+            heapq.heappop(self.finishing)
+        last = self.finishing[0][0]
+        # How long until each group grows, and how many it is; in `page_tokens` steps all grow once.
+        groups = sorted(
+            ((phase - self.step) % self.page_tokens, len(group))
+            for phase, group in self.growing.items()
+        )
+        rounds, rest = divmod(last - self.step, self.page_tokens)
+        growth = rounds * len(self.running) + sum(n for wait, n in groups if wait < rest)
+        free = self.pages - self.held
+        if growth <= free:
+            self.step = last
+        else:
+            rounds, rest = divmod(free, len(self.running))
+            grown = [0, *accumulate(n for _, n in groups)]
+            i = bisect_right(grown, rest) - 1  # the first group for which too few are left
+            self.step += rounds * self.page_tokens + groups[i][0]
+            growth = rounds * len(self.running) + grown[i]
+        self.held += growth
+        self.peak = max(self.peak, self.held)
+
+    def finish(self) -> None:
+        """Release the pages of those that have produced their whole output."""
+        while self.finishing and self.finishing[0][0] == self.step:
+            _, sequence = heapq.heappop(self.finishing)
+            if sequence in self.running:
+                _, output, _ = self.stop(sequence)
+                self.generated += output
+
+    def grow(self) -> None:
+        """Give a page to each that needs one, oldest first; with none left, preempt the newest."""
+        for sequence in list(self.growing[self.step % self.page_tokens]):
+            while sequence in self.running and self.held == self.pages:
+                self.peak = self.pages
+                newest = next(reversed(self.running))
+                self.waiting.appendleft(self.stop(newest))
+                self.preempted += 1
+            if sequence in self.running:
+                self.held += 1
+        self.peak = max(self.peak, self.held)
+        self.step += 1
+
+    def stop(self, sequence: int) -> tuple[int, int, int]:
+        """Take a sequence off the GPU and its pages with it; (prompt, output, generated)."""
+        prompt, output, start = self.running.pop(sequence)
+        del self.growing[-start % self.page_tokens][sequence]
+        tokens = start + self.step
+        self.held -= -(-tokens // self.page_tokens)
+        return prompt, output, tokens - prompt
+
+
+def serve(
+    requests: Iterable[tuple[int, int]],
+    pages: int,
+    page_tokens: int = 16,
+    watermark: float = 0.0,
+    max_running: int | None = None,
+) -> Served:
+    """Serve all requests on one replica with `pages` pages of KV, and count what it took.
+
+    A request may enter if its prompt and next token fit and leave `watermark` of all pages free
+    (unless nothing runs), and if fewer than `max_running` run. When the pool is empty, the newest
+    sequence is preempted: its pages are released, and it goes to the front of the queue, to be
+    prefilled again with what it had generated. That is vLLM's V1 policy. On the workload of vLLM
+    pull request 44594 it preempts 1,003 times, against 1,065 measured; with nothing fitted.
+
+    An output below 1 and a request longer than the pool raise ValueError before anything runs.
+
+    >>> serve([(4, 6), (4, 6)], pages=4, page_tokens=4)
+    Served(steps=8, generated=12, prefilled=16, reprefilled=8, preempted=1, peak_pages=4)
+    """
+    pages = whole("pages", pages, least=1)
+    page_tokens = whole("page_tokens", page_tokens, least=1)
+    headroom = int(number("watermark", watermark, least=0, most=1) * pages)
+    cap = math.inf if max_running is None else whole("max_running", max_running, least=1)
+    workload = list(pairs(requests))
+    for i, (prompt, output) in enumerate(workload):
+        whole(f"requests[{i}] output", output, least=1)
+        if prompt + output > pages * page_tokens:
+            raise ValueError(
+                f"requests[{i}] of {prompt + output:,} tokens never fits"
+                f" {pages:,} pages of {page_tokens:,}"
+            )
+    replica = Scheduler(workload, pages, page_tokens, headroom, cap)
+    while replica.waiting or replica.running:
+        replica.admit()
+        replica.skip()
+        replica.finish()
+        replica.grow()
+    return Served(
+        replica.step,
+        replica.generated,
+        replica.prefilled,
+        replica.reprefilled,
+        replica.preempted,
+        replica.peak,
+    )
+
+
 @block(6, "Preemption is a cliff, not a slope", "why KV exhaustion degrades non-linearly", (3, 5))
 def b6(s: Parts, show: bool) -> Parts:
-    """The assumed curve, and what the repeated prefill costs."""
+    """The assumed curve and its price; then a scheduler, and where the cliff really is."""
     if show:
         print("    occupancy   preempted  tokens re-prefilled  wasted GPU-ms @TP4")
         for occupancy in (0.60, 0.85, 0.90, 0.95, 0.99):
@@ -804,7 +1235,39 @@ def b6(s: Parts, show: bool) -> Parts:
             comes back by recomputing its KV. A "GPU-ms" here is a millisecond of the whole replica:
             all four GPUs are busy that long."""
         )
-    return {"preempted_tokens": preempted_tokens}
+        pages = s["budget_tokens"](KV_BUDGET_GIB, KV_PER_TOKEN) // 16
+        print(f"\n  Derived instead: a scheduler serves 1,500 requests on {pages:,} pages of 16.")
+        print("  The mirror has the chat mix's prompts as outputs and its outputs as prompts.")
+        chat = s["seq_lengths"](1500)
+        mixes = {"chat": chat, "mirror": [(output, prompt) for prompt, output in chat]}
+        print("     mix  watermark  preempted   re-prefilled  of prompts  wasted GPU-ms @TP4")
+        rows = {}
+        for mix, requests in mixes.items():
+            for watermark in (0, 0.01, 0.05, 0.15):
+                rows[mix, watermark] = row = serve(requests, pages, watermark=watermark)
+                repeated = row.reprefilled / (row.prefilled - row.reprefilled)
+                milliseconds = s["recompute_seconds"](row.reprefilled) * 1000
+                print(
+                    f"{mix:>8}{watermark:>11.2f}{row.preempted:>11,}{row.reprefilled:>15,}"
+                    f"{repeated:>12.1%}{milliseconds:>20.0f}"
+                )
+        kept = {mix: 1 - rows[mix, 0.01].reprefilled / rows[mix, 0].reprefilled for mix in mixes}
+        calm, careful = rows["chat", 0.05], rows["chat", 0.15]
+        say(
+            f"""So the cliff is real, and it is at 100%: the chat mix at watermark 0.05 fills
+            {calm.peak_pages / pages:.1%} of the pool and preempts {calm.preempted or "nobody"}.
+            The watermark keeps that share of pages free when a request is admitted, for those that
+            run to grow into. 1% removes {kept["chat"]:.0%} of the chat mix's repeated prefill and
+            {kept["mirror"]:.0%} of the mirror's. More of it costs throughput: at 0.15 the chat mix
+            takes {careful.steps:,} steps instead of {rows["chat", 0].steps:,}."""
+        )
+        grows = {mix: rows[mix, 0].generated / sum(p for p, _ in r) for mix, r in mixes.items()}
+        say(
+            f"""Where preemption begins depends on output : prompt. The chat mix generates
+            {grows["chat"]:.2f} tokens per prompt token; the mirror {grows["mirror"]:.2f}, so that
+            what enters easily grows long afterwards, and is preempted even with 15% kept free."""
+        )
+    return {"preempted_tokens": preempted_tokens, "serve": serve}
 
 
 # -------------------------------------------------------------------------------------- assembly
@@ -847,20 +1310,26 @@ def assembly(s: Parts) -> None:
         {behind_prefix.batch:,} prompts lie in the prefix altogether. If each keeps its whole prompt
         behind a 2k system prompt, the batch is {shared} instead of {unshared} without sharing."""
     )
+    pages = s["budget_tokens"](KV_BUDGET_GIB, KV_PER_TOKEN) // 16
+    tight, eased = (s["serve"](requests[:1500], pages, watermark=kept) for kept in (0, 0.01))
+    realistic = 0.5
     print("\n  What to say in an interview, in this order:")
     per_token = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
     behind_4k = s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1)
     points = (
         f"""KV is {per_token // 1024} KiB a token, so one 128k request holds
-        {s["budget_share"](131_072):.0%} of a replica's KV budget. Memory bounds the batch.""",
+        {s["budget_share"](s["kv_gib"](131_072)):.0%} of a replica's KV budget. Memory bounds the
+        batch.""",
         f"""Reserving 8k tokens a sequence wastes {reserved.waste:.0%}. Pages of 16 waste
         {in_pages.waste:.2%} and run {in_pages.batch / reserved.batch:.1f}x the batch.""",
         f"""Pages can be shared, copied only when written. 64 requests behind one 4k prefix store
         {s["saved"](behind_4k):.0%} less. How much it brings is a question of the traffic.""",
         f"""Load KV from a tier only if it is faster than {s["break_even"]():.1f} GB/s (TP4, fp16,
-        at peak FLOPs); otherwise recompute it.""",
-        """When pages run out, the newest sequence is preempted and recomputed later. Memory
-        pressure turns into compute, so leave headroom.""",
+        at peak FLOPs); otherwise recompute it. At {realistic:.0%} MFU that is
+        {s["break_even"](mfu=realistic):.1f} GB/s, and for long prefixes less still.""",
+        f"""When pages run out, the newest sequence is preempted and recomputed later. That starts
+        at a full pool, not before: {tight.preempted} preemptions in 1,500 requests, and with 1% of
+        the pages kept free {eased.preempted}. More output per prompt token means more of them.""",
     )
     for i, point in enumerate(points, 1):
         print(wrapped(point, first=f"  {i}. "))
@@ -914,7 +1383,7 @@ def claims(s: Parts) -> Iterator[Claim]:
         1, "one 128k-context request is ~23% of a 4xH100 replica's KV budget",
         "23.2% of 172.5 GiB", "{share:.1%} of {KV_BUDGET_GIB} GiB", round(share, 2) == 0.23,
         {
-            "share": (share, lambda: s["budget_share"](131_072)),
+            "share": (share, lambda: s["budget_share"](s["kv_gib"](131_072))),
             "KV_BUDGET_GIB": (budget / 2**30, lambda: KV_BUDGET_GIB),
             "GIB": (1024**3, lambda: GIB),
         },
@@ -1194,25 +1663,191 @@ def verify(parts_override: Parts | None = None) -> int:
 
 def ascii_line(text: str) -> str:
     """`text` on one line and in ASCII, whatever an exception may say."""
-    return " ".join(text.split()).encode("ascii", "backslashreplace").decode()
+    return " ".join(text.split()).encode("unicode_escape").decode()
+
+
+# --------------------------------------------------------------------------------------- predict
+
+
+class Question(NamedTuple):
+    """One of the six predictions, with the mechanism's answer."""
+
+    block: int  # where it is explained
+    answer: float
+    units: dict[str, float]  # what a guess may be in, and how much of the answer's unit that is
+    shown: str  # the answer as the lesson prints it
+    text: str
+
+
+SIZES = {"": 1, "b": 1, "byte": 1, "bytes": 1, "k": 2**10, "kb": 1e3, "kib": 2**10}
+SIZES.update({"m": 2**20, "mb": 1e6, "mib": 2**20, "gb": 1e9, "gib": 2**30})
+SHARES = {"": 1, "%": 0.01, "percent": 0.01}
+FACTORS = {"": 1, "x": 1, "times": 1, "%": 0.01}
+RATES = {
+    "": 1,
+    "gb/s": 1,
+    "gb": 1,
+    "gib/s": 2**30 / 1e9,
+    "mb/s": 1e-3,
+    "tb/s": 1e3,
+    "gbit/s": 1 / 8,
+}
+DEPENDS = "Does that bandwidth depend on the length of the prefix? (yes or no)"
+
+
+def questions(s: Parts) -> list[Question]:
+    """The six predictions, answered by the mechanisms in `s`."""
+    requests = s["seq_lengths"](4000)
+    per_token = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
+    share = s["budget_share"](s["kv_gib"](131_072))
+    reserved, in_pages = s["contiguous"](requests, 8192), s["paged"](requests, 16)
+    factor = in_pages.batch / reserved.batch
+    less = s["saved"](s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1))
+    bar = s["break_even"]()
+    return [
+        Question(
+            1, per_token, SIZES, f"{per_token:,} B = {per_token // 1024} KiB",
+            f"""How many bytes of KV does one token of a 70B model hold? ({LAYERS} layers,
+            {KV_HEADS} KV heads of {HEAD_DIM}, fp16)""",
+        ),
+        Question(
+            1, share, SHARES, f"{share:.1%}",
+            f"""What share of a 4 x H100 replica's KV budget ({KV_BUDGET_GIB} GiB) does one request
+            of 128k tokens hold?""",
+        ),
+        Question(
+            2, reserved.waste, SHARES, f"{reserved.waste:.1%}",
+            """If every sequence reserves 8,192 tokens, what percentage of the budget is never used?
+            (Prompts have a median of 600 tokens; most outputs are shorter.)""",
+        ),
+        Question(
+            3, factor, FACTORS, f"{factor:.1f}x ({reserved.batch} -> {in_pages.batch})",
+            "By what factor do 16-token pages enlarge that batch?",
+        ),
+        Question(
+            4, less, SHARES, f"{less:.1%}",
+            """64 requests share a 4,096-token prefix. What share of their KV disappears when it is
+            stored once?""",
+        ),
+        Question(
+            5, bar, RATES, f"{bar:.2f} GB/s",
+            """Above how many GB/s is it faster to load a prefix's KV than to recompute it, at TP4
+            and 2 FLOP per parameter and token?""",
+        ),
+    ]  # fmt: skip
+
+
+def guess_of(typed: str, question: Question) -> float | None:
+    """The guess in the unit of the answer, or None where there is no number with a known unit."""
+    plain = re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", typed.lower()).replace(",", ".")
+    found = re.search(r"(\d+(?:\.\d*)?|\.\d+)(e[-+]?\d+)?\s*(%|[a-z]+(?:/s)?)?", plain, re.ASCII)
+    if not found or "-" in plain[: found.start()]:
+        return None
+    unit = (found[3] or "").replace("bps", "bit/s")
+    guess = float(found[1] + (found[2] or ""))
+    if question.units is SHARES and not unit and guess > 1:
+        unit = "%"
+    if unit not in question.units:
+        return None
+    guess *= question.units[unit]
+    return guess if math.isfinite(guess) else None
+
+
+def miss(guess: float, answer: float) -> float:
+    """By what factor a guess is off: 1.0 is exact."""
+    return max(guess / answer, answer / guess) if guess > 0 else math.inf
+
+
+def remark(guess: float, answer: float) -> str:
+    """How far off a guess is, in words."""
+    factor = miss(guess, answer)
+    if factor < 1.05:
+        return "spot on"
+    direction = "high" if guess > answer else "low"
+    size = f"{factor:,.1f}x" if factor < 1e6 else "a million times or more"
+    return f"{size} too {direction}"
+
+
+def ask(text: str, first: str) -> str:
+    """Print a question and return the line typed in answer; EOFError at the end of input."""
+    print(wrapped(text, first))
+    print("     your guess: ", end="", flush=True)
+    typed = sys.stdin.readline() if sys.stdin is not None else ""
+    if not typed:
+        raise EOFError
+    if not sys.stdin.isatty():
+        print(ascii_line(typed))
+    return typed
+
+
+def no_or_yes(typed: str) -> bool | None:
+    """False for no, True for yes, None for neither."""
+    said = set(re.findall(r"[a-z]+", typed.lower())) & {"n", "no", "not", "y", "yes"}
+    return None if not said else not said & {"n", "no", "not"}
+
+
+def predict(s: Parts) -> int:
+    """Ask for the six predictions, one at a time, and say how far off each is. Returns 0.
+
+    It ends early, with the same summary, when the input ends or Ctrl-C is pressed (130).
+    """
+    print("  Six predictions, before you read. Type a guess, or nothing to skip one.\n")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a stray byte is no reason to stop
+    misses: list[tuple[float, int, int]] = []  # (factor, question, block)
+    status = 0
+    try:
+        for i, question in enumerate(questions(s), 1):
+            typed = ask(question.text, f"  {i}. ")
+            guess = guess_of(typed, question)
+            if guess is not None:
+                misses.append((miss(guess, question.answer), i, question.block))
+                verdict = f"You are {remark(guess, question.answer)}."
+            else:
+                verdict = "No guess." if not typed.strip() else "I cannot read that as a guess."
+            print(f"     It is {question.shown}. {verdict}\n")
+        # The second half of the last question, which may have been answered along with the first.
+        said = no_or_yes(typed)
+        if said is None:
+            said = no_or_yes(ask(DEPENDS, "     "))
+        verdict = {None: "No guess.", True: "You said yes.", False: "You said so."}[said]
+        print(wrapped(f"No: both times grow with it, at 2N FLOP a token. {verdict}", "     "))
+    except EOFError:
+        print("\n\n     (End of input.)")
+    except KeyboardInterrupt:
+        print("\n\n     (Stopped.)")
+        status = 130
+    print()
+    if not misses:
+        print("  No guess to judge. Run this without --predict and start at block 1.")
+    elif max(misses)[0] < 1.05:
+        print(f"  All {len(misses)} of your guesses are spot on.")
+    else:
+        _, i, block_number = max(misses, key=lambda missed: missed[0])
+        print(f"  Your worst miss is question {i}: read --block {block_number} first.")
+    return status
 
 
 # ---------------------------------------------------------------------------------- command line
 
 USAGE = """\
-usage: m02_kv_cache [--block N | --quiet | --verify | --help]
+usage: m02_kv_cache [one of the following]
 
-  (nothing)   every block, then the assembly
-  --block N   block N alone, from 1 to 6; the blocks it needs run silently
-  --quiet     the assembly only
-  --verify    check the 14 claims; exit 1 if one fails
-  --help      this text
+  (nothing)     every block, then the assembly
+  --block N     block N alone, from 1 to 6; the blocks it needs run silently
+  --quiet       the assembly only
+  --verify      check the 14 claims; exit 1 if one fails
+  --model FILE  block 1's table for a model's config.json (-: standard input)
+  --predict     guess six numbers first, and see how far off you are
+  --help        this text
 """
-ALLOWED = "use nothing, --block N (N from 1 to 6), --quiet, --verify or --help"
+ALLOWED = (
+    "use nothing, --block N (N from 1 to 6), --quiet, --verify, --model FILE, --predict or --help"
+)
 
 
 class UsageError(Exception):
-    """The command line makes no sense; the message says why."""
+    """The command line asks for what cannot be done; the message says what."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -1220,7 +1855,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UsageError with argparse's message."""
-        raise UsageError(message)
+        raise UsageError(f"{message}; {ALLOWED}")
 
 
 def block_number(text: str) -> int:
@@ -1237,11 +1872,41 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     modes.add_argument("--block", type=block_number, action="append")
     modes.add_argument("--quiet", action="store_true")
     modes.add_argument("--verify", action="store_true")
+    modes.add_argument("--model", action="append")
+    modes.add_argument("--predict", action="store_true")
     modes.add_argument("-h", "--help", action="store_true")
     mode = parser.parse_args(argv)
-    if mode.block and len(mode.block) > 1:
-        raise UsageError("argument --block: given more than once")
+    for name in ("block", "model"):
+        if len(getattr(mode, name) or ()) > 1:
+            parser.error(f"argument --{name}: given more than once")
     return mode
+
+
+def model_table(path: str, s: Parts) -> None:
+    """Print block 1's table for the config.json at `path` (-: standard input), or UsageError."""
+    try:
+        if path == "-":
+            text = sys.stdin.buffer.read() if sys.stdin is not None else b""
+        else:
+            with open(path, "rb") as file:
+                text = file.read()
+        config = json.loads(text)
+        per_token = s["kv_bytes"](config)
+        sizes = {context: s["kv_bytes"](config, context) for context in CONTEXTS}
+    except OSError as error:
+        raise UsageError(f"--model {path}: {error.strerror}") from None
+    except RecursionError:
+        raise UsageError(f"--model {path}: nested too deeply") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--model {path}: not JSON: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--model {path}: {error}") from None
+    print(f"  {ascii_line(path)}")
+    print(f"  = {per_token:,} B/token = {per_token / 1024:,.10g} KiB per token\n")
+    context_table(lambda context: sizes[context] / GIB)
+    if sizes[CONTEXTS[-1]] < CONTEXTS[-1] * per_token:
+        say("Some layers keep a window of tokens only, so that later tokens cost less.")
+    say(f"The replica is this lesson's, with {KV_BUDGET_GIB} GiB for KV.")
 
 
 def run(mode: argparse.Namespace) -> int:
@@ -1250,8 +1915,12 @@ def run(mode: argparse.Namespace) -> int:
         print(USAGE, end="")
     elif mode.verify:
         return verify()
+    elif mode.predict:
+        return predict(parts())
     elif mode.quiet:
         assembly(parts())
+    elif mode.model:
+        model_table(mode.model[0], parts())
     elif mode.block:
         (chosen,) = mode.block
         first = prerequisites(chosen)
@@ -1267,7 +1936,7 @@ def run(mode: argparse.Namespace) -> int:
 def complain(message: object) -> None:
     """One line on standard error, if there is one."""
     if sys.stderr is not None:
-        print(f"m02_kv_cache: {message}", file=sys.stderr)
+        print(f"m02_kv_cache: {ascii_line(str(message))}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1278,7 +1947,7 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except UsageError as error:
-        complain(f"{error}; {ALLOWED}")
+        complain(error)
         return 2
     except KeyboardInterrupt:
         return 130
