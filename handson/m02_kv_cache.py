@@ -20,6 +20,11 @@ A mechanism is an ordinary function or class: `from m02_kv_cache import paged`, 
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":  # Ctrl-C is quiet while the file loads; main() handles it from then on
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import contextlib
 import heapq
@@ -69,28 +74,55 @@ TIERS = {
 }
 
 
+def shown(value: Any) -> str:
+    """What an error message says of a wrong value: its repr, if it has one, and not all of it."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"<a {type(value).__name__}>"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def checked(name: str, value: Any, kind: str, convert: Callable[[Any], Any], *bounds: float) -> Any:
+    """`value`, converted and in bounds, or an error that names the parameter and the value."""
+    least, most = bounds
+    try:
+        if isinstance(value, (bool, str, bytes, bytearray)):
+            raise TypeError
+        converted = convert(value)
+    except OverflowError:
+        converted = math.inf
+    except Exception:
+        raise TypeError(f"{name} must be a {kind}, not {shown(value)}") from None
+    if not least <= converted <= most:
+        raise ValueError(f"{name} must be from {least:,} to {most:,}, not {shown(value)}")
+    return converted
+
+
 def whole(name: str, value: Any, least: int = 0, most: int = 10**18) -> int:
-    """`value` as an int in [least, most], or an error that names the parameter."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be a whole number, not {value!r}")
-    if not least <= value <= most:
-        raise ValueError(f"{name} must be from {least:,} to {most:,}, not {value!r}")
-    return operator.index(value)
+    """`value` as an int in [least, most]; TypeError or ValueError if it is none."""
+    integer: int = checked(name, value, "whole number", operator.index, least, most)
+    return integer
 
 
 def number(name: str, value: Any, least: float = 1e-30, most: float = 1e30) -> float:
-    """`value` if it is a real number in [least, most], or an error that names the parameter."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, not {value!r}")
-    if not least <= value <= most:
-        raise ValueError(f"{name} must be from {least:g} to {most:g}, not {value!r}")
-    return float(value)
+    """`value` as a float in [least, most]; TypeError or ValueError if it is none."""
+    real: float = checked(name, value, "number", float, least, most)
+    return real
+
+
+def truth(name: str, value: Any) -> bool:
+    """`value` if it is True or False, otherwise TypeError."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {shown(value)}")
+    return value
 
 
 def lognormal_pairs(n: int, seed: int, mu: float, sigma: float) -> list[tuple[int, int]]:
     """n pairs of tokens, first ~ lognormal(mu, sigma), second ~ lognormal(5.5, 0.8), in turn."""
     draw = random.Random(whole("seed", seed, least=-(10**18))).lognormvariate
-    return [(int(draw(mu, sigma)), int(draw(5.5, 0.8))) for _ in range(whole("n", n))]
+    n = whole("n", n, most=10**8)
+    return [(int(draw(mu, sigma)), int(draw(5.5, 0.8))) for _ in range(n)]
 
 
 def seq_lengths(n: int, seed: int = 5) -> list[tuple[int, int]]:
@@ -108,16 +140,18 @@ def seq_lengths(n: int, seed: int = 5) -> list[tuple[int, int]]:
 def pairs(requests: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """The requests, each checked when its turn comes: any iterable of pairs is a workload."""
     if not isinstance(requests, Iterable):
-        raise TypeError(f"requests must be (prompt, output) pairs, not {requests!r}")
+        raise TypeError(f"requests must be (prompt, output) pairs, not {shown(requests)}")
     return map(pair, count(), requests)
 
 
 def pair(i: int, request: tuple[int, int]) -> tuple[int, int]:
     """Request number `i`, if it is a pair of whole numbers of tokens."""
     try:
+        if isinstance(request, (str, bytes, set, frozenset, dict)):
+            raise TypeError
         prompt, output = request
     except (TypeError, ValueError):
-        message = f"requests[{i}] must be a (prompt, output) pair, not {request!r}"
+        message = f"requests[{i}] must be a (prompt, output) pair, not {shown(request)}"
         raise TypeError(message) from None
     return whole(f"requests[{i}] prompt", prompt), whole(f"requests[{i}] output", output)
 
@@ -245,7 +279,8 @@ def spelling(config: Mapping[str, Any], *names: str) -> str:
     for other in given[1:]:
         if config[other] != config[given[0]]:
             raise ValueError(
-                f"{given[0]} = {config[given[0]]!r} contradicts {other} = {config[other]!r}"
+                f"{given[0]} = {shown(config[given[0]])} contradicts"
+                f" {other} = {shown(config[other])}"
             )
     return given[0]
 
@@ -310,10 +345,10 @@ def layers_of(config: Mapping[str, Any]) -> list[str]:
     types = config.get("layer_types")
     if types is not None:
         if not isinstance(types, list) or len(types) != len(layers):
-            raise ValueError(f"layer_types must list {len(layers)} layers, not {types!r}")
+            raise ValueError(f"layer_types must list {len(layers)} layers, not {shown(types)}")
         for kind in types:
             if not isinstance(kind, str) or kind not in LAYER_TYPES:
-                raise ValueError(f"layer_types has {kind!r}, which is not supported")
+                raise ValueError(f"layer_types has {shown(kind)}, which is not supported")
         told["layer_types"] = [LAYER_TYPES[kind] for kind in types]
     if config.get("full_attention_interval") is not None:
         interval = dimension(config, "full_attention_interval")
@@ -327,8 +362,9 @@ def layers_of(config: Mapping[str, Any]) -> list[str]:
     if slides and config.get("max_window_layers") is not None:
         first = dimension(config, "max_window_layers", least=0)
         told["max_window_layers"] = [FULL if i < first else SLIDING for i in layers]
-    if not told and slides and config.get("model_type") in PATTERNS:
-        return every(PATTERNS[config["model_type"]], SLIDING)
+    model_type = str(config.get("model_type"))
+    if not told and slides and model_type in PATTERNS:
+        return every(PATTERNS[model_type], SLIDING)
     if not told:
         return [SLIDING if slides else FULL for _ in layers]
     (source, kept), *others = told.items()
@@ -350,7 +386,7 @@ def value_bytes(config: Mapping[str, Any]) -> int:
         raise ValueError(f"config lacks {name}; give dtype_bytes")
     bits = re.fullmatch(r"(torch\.)?b?f(loat|p)?(8|16|32|64)(_\w+)?", str(config[name]))
     if not bits:
-        raise ValueError(f"{name} = {config[name]!r} is not supported")
+        raise ValueError(f"{name} = {shown(config[name])} is not supported")
     return int(bits[3]) // 8
 
 
@@ -368,11 +404,11 @@ UNSUPPORTED = (
 def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The part of a config that is about the decoder, if it is one that is supported."""
     if not isinstance(config, Mapping):
-        raise TypeError(f"config must be a dict, not {config!r}")
+        raise TypeError(f"config must be a dict, not {shown(config)}")
     text = config.get("text_config")
     if text is not None:
         if not isinstance(text, Mapping):
-            raise TypeError(f"text_config must be a dict, not {text!r}")
+            raise TypeError(f"text_config must be a dict, not {shown(text)}")
         outer, config = config, dict(text)
         if config.get(spelling(text, *DTYPE_NAMES)) is None:
             config["torch_dtype"] = outer.get(spelling(outer, *DTYPE_NAMES))
@@ -484,6 +520,11 @@ class Allocation(NamedTuple):
         """
         return 1 - self.logical_tokens / self.held_tokens if self.held_tokens else 0.0
 
+    @property
+    def saved(self) -> float:
+        """Share of the logical tokens that need no memory, being shared (block 4)."""
+        return 1 - self.held_tokens / self.logical_tokens if self.logical_tokens else 0.0
+
 
 def budget_tokens(budget_gib: float, kv_per_token: int) -> int:
     """Whole tokens of KV cache that fit the budget.
@@ -511,7 +552,8 @@ def contiguous(
     >>> contiguous([(600, 200), (900, 400), (100, 100)], 1024, budget_gib=1, kv_per_token=2**19)
     Allocation(batch=2, held_tokens=2048, logical_tokens=2100, misfits=1)
     """
-    slots = budget_tokens(budget_gib, kv_per_token) // whole("reserve", reserve, least=1)
+    reserve = whole("reserve", reserve, least=1)
+    slots = budget_tokens(budget_gib, kv_per_token) // reserve
     lengths = [prompt + output for prompt, output in islice(pairs(requests), slots)]
     misfits = sum(length > reserve for length in lengths)
     return Allocation(len(lengths), len(lengths) * reserve, sum(lengths), misfits)
@@ -574,6 +616,10 @@ class Sequence:
     def __repr__(self) -> str:
         return f"<Sequence tokens={self.tokens} table={self.table}>"
 
+    def __reduce__(self) -> NoReturn:
+        # A copy would hold pages that nobody has counted.
+        raise TypeError("sequence cannot be copied; fork it")
+
 
 class PagePool:
     """KV memory as pages of `page_tokens` tokens: free list, reference counts, block tables.
@@ -617,14 +663,16 @@ class PagePool:
 
     def references(self, page: int) -> int:
         """In how many block tables `page` stands (0: it is free)."""
-        if whole("page", page, most=self.pages - 1) >= self._unused or page in self._returned:
+        page = whole("page", page, most=self.pages - 1)
+        if page >= self._unused or page in self._returned:
             return 0
         return 1 + self._extra[page]
 
     def allocate(self, tokens: int) -> Sequence:
         """A new sequence of `tokens` tokens, on pages of its own; or OutOfPages."""
-        tokens = whole("tokens", tokens)
-        return Sequence(self, self._take(self._pages_for(tokens)), tokens)
+        sequence = Sequence(self, [], whole("tokens", tokens))
+        self._take(self._pages_for(sequence.tokens), sequence.table)
+        return sequence
 
     def append(self, sequence: Sequence, n: int = 1) -> None:
         """Write `n` more tokens at the end of `sequence`; or OutOfPages.
@@ -632,15 +680,15 @@ class PagePool:
         A page is taken only when the last one is full. If the last one has room but is shared, it
         is copied first, and the copy is written: copy-on-write.
         """
+        n = whole("n", n)
         self._own(sequence)
-        tokens = sequence.tokens + whole("n", n)
+        table, held = sequence.table, len(sequence.table)
         has_room = sequence.tokens % self.page_tokens > 0
-        copies = n > 0 and has_room and sequence.table[-1] in self._extra
-        taken = self._take(self._pages_for(tokens) - len(sequence.table) + copies)
-        if copies:
-            self._let_go([sequence.table.pop()])
-        sequence.table += taken
-        sequence.tokens = tokens
+        copies = n > 0 and has_room and table[-1] in self._extra
+        self._take(self._pages_for(sequence.tokens + n) - held + copies, table)
+        if copies:  # the first of the pages taken stands in for the shared one
+            self._let_go([table.pop(held - 1)])
+        sequence.tokens += n
 
     def fork(self, sequence: Sequence, tokens: int) -> Sequence:
         """A new sequence that shares the first `tokens` tokens of `sequence`. Copies nothing."""
@@ -661,24 +709,24 @@ class PagePool:
 
     def _own(self, sequence: Sequence) -> None:
         if not isinstance(sequence, Sequence):
-            raise TypeError(f"sequence must come from this pool, not {sequence!r}")
+            raise TypeError(f"sequence must come from this pool, not {shown(sequence)}")
         if sequence.pool is None:
             raise ValueError("sequence was released before")
         if sequence.pool is not self:
-            raise ValueError(f"sequence belongs to another pool: {sequence!r}")
+            raise ValueError(f"sequence belongs to another pool: {shown(sequence)}")
 
-    def _take(self, n: int) -> list[int]:
+    def _take(self, n: int, table: list[int]) -> None:
+        """Move n free pages to the end of a block table."""
         if n > self.free:
             raise OutOfPages(f"{n:,} pages needed, {self.free:,} of {self.pages:,} free")
         kept = max(0, len(self._returned) - n)
-        taken = self._returned[kept:]
-        unused = self._unused + n - len(taken)
-        taken += range(self._unused, unused)
+        unused = self._unused + n - (len(self._returned) - kept)
+        table += [*self._returned[kept:], *range(self._unused, unused)]
         del self._returned[kept:]
         self._unused = unused
-        return taken
 
     def _let_go(self, table: list[int]) -> None:
+        """Count one reference less to each page, and free those that have none left."""
         if self._extra.keys().isdisjoint(table):
             self._returned += table
             return
@@ -790,7 +838,7 @@ def prefixed_lengths(n: int, prefix: int, seed: int = 9) -> list[tuple[int, int]
 
     Each prompt is the prefix and a suffix of its own, so the pairs are (prefix + suffix, output).
     """
-    whole("prefix", prefix)
+    prefix = whole("prefix", prefix)
     return [(prefix + suffix, output) for suffix, output in lognormal_pairs(n, seed, 5.0, 0.9)]
 
 
@@ -817,26 +865,21 @@ def shared_prefix(
     Allocation(batch=3, held_tokens=80, logical_tokens=126, misfits=0)
     """
     prefix = whole("prefix", prefix)
+    copies = truth("copy_on_write", copy_on_write)
     admissible, pool = pairs(requests), pool_for(budget_gib, page_tokens, kv_per_token)
-    if pool is None or pool.free * page_tokens < prefix:
+    if pool is None or pool.pages * pool.page_tokens < prefix:
         return Allocation(0, 0, 0)
     stored = pool.allocate(prefix)
 
     def store(prompt: int, output: int) -> None:
         shared = min(prefix, prompt)
         private = prompt + output - shared
-        if copy_on_write:
+        if copies:
             pool.append(pool.fork(stored, shared), private)
         else:
             pool.allocate(private)
 
     return fill(pool, admissible, store)
-
-
-def saved(allocation: Allocation) -> float:
-    """Share of the logical tokens that need no memory, being shared (0.0 if there are none)."""
-    logical_tokens = allocation.logical_tokens
-    return 1 - allocation.held_tokens / logical_tokens if logical_tokens else 0.0
 
 
 @block(4, "Sharing a prefix", "copy-on-write, and where the real win is", (3,))
@@ -860,21 +903,21 @@ def b4(s: Parts, show: bool) -> Parts:
             row = shared_prefix(prefixed_lengths(64, prefix), prefix, page_tokens=1)
             print(
                 f"{prefix:>15,} t{gib(row.logical_tokens):>9.2f} GiB"
-                f"{gib(row.held_tokens):>9.2f} GiB{saved(row):>9.1%}"
+                f"{gib(row.held_tokens):>9.2f} GiB{row.saved:>9.1%}"
                 f"{row.logical_tokens / row.held_tokens:>12.2f}x"
             )
         pages = shared_prefix(prefixed_lengths(64, 4096), 4096)
         say(
             f"""Counted as the pool does, in whole 16-token pages, it is a little more: at 4,096 it
-            is {gib(pages.held_tokens):.2f} GiB, which saves {saved(pages):.1%}. "Extra batch" is
+            is {gib(pages.held_tokens):.2f} GiB, which saves {pages.saved:.1%}. "Extra batch" is
             naive over shared: how many such groups of 64 fit where one did."""
         )
         few, many = (shared_prefix(prefixed_lengths(n, 512), 512, 1) for n in (64, 256))
-        seeds = [saved(shared_prefix(prefixed_lengths(64, 4096, n), 4096)) for n in range(20)]
+        seeds = [shared_prefix(prefixed_lengths(64, 4096, n), 4096).saved for n in range(20)]
         say(
             f"""The ceiling is prefix / (prefix + mean of what is private), whatever the number of
             requests. So more requests need not save more: behind 512 tokens, {few.batch} save
-            {saved(few):.1%} and {many.batch} save {saved(many):.1%}, since what those keep to
+            {few.saved:.1%} and {many.batch} save {many.saved:.1%}, since what those keep to
             themselves happens to be longer. And the draw above is a lucky one: over seeds 0 to 19,
             a 4,096-token prefix saves {min(seeds):.1%} to {max(seeds):.1%}."""
         )
@@ -885,7 +928,6 @@ def b4(s: Parts, show: bool) -> Parts:
     return {
         "prefixed_lengths": prefixed_lengths,
         "shared_prefix": shared_prefix,
-        "saved": saved,
     }
 
 
@@ -918,7 +960,7 @@ def recompute_seconds(
     """
     prefix = whole("prefix", prefix)
     flop_per_token = 2 * number("n_params", n_params)
-    if attention:
+    if truth("attention", attention):
         width = whole("q_heads", q_heads, least=1) * whole("head_dim", head_dim, least=1)
         flop_per_token += 4 * whole("layers", layers, least=1) * width * prefix / 2
     flop_per_s = number("flops_per_gpu", flops_per_gpu) * whole("tp", tp, least=1)
@@ -1045,7 +1087,7 @@ def preempted_tokens(occupancy: float, n: int = 2000, seed: int = 3) -> int:
     probability = max(0.0, (number("occupancy", occupancy, least=0, most=1) - 0.85) / 0.15) ** 2
     rng = random.Random(whole("seed", seed, least=-(10**18)))
     tokens = 0
-    for _ in range(whole("n", n)):
+    for _ in range(whole("n", n, most=10**8)):
         if rng.random() < probability:
             tokens += int(rng.lognormvariate(6.4, 1.0))
     return tokens
@@ -1183,7 +1225,8 @@ def serve(
     prefilled again with what it had generated. That is vLLM's V1 policy. On the workload of vLLM
     pull request 44594 it preempts 1,003 times, against 1,065 measured; with nothing fitted.
 
-    An output below 1 and a request longer than the pool raise ValueError before anything runs.
+    A step is a step, however much it prefills or decodes; steps are not seconds. An output below 1
+    and a request longer than the pool raise ValueError before anything runs.
 
     >>> serve([(4, 6), (4, 6)], pages=4, page_tokens=4)
     Served(steps=8, generated=12, prefilled=16, reprefilled=8, preempted=1, peak_pages=4)
@@ -1323,7 +1366,7 @@ def assembly(s: Parts) -> None:
         f"""Reserving 8k tokens a sequence wastes {reserved.waste:.0%}. Pages of 16 waste
         {in_pages.waste:.2%} and run {in_pages.batch / reserved.batch:.1f}x the batch.""",
         f"""Pages can be shared, copied only when written. 64 requests behind one 4k prefix store
-        {s["saved"](behind_4k):.0%} less. How much it brings is a question of the traffic.""",
+        {behind_4k.saved:.0%} less. How much it brings is a question of the traffic.""",
         f"""Load KV from a tier only if it is faster than {s["break_even"]():.1f} GB/s (TP4, fp16,
         at peak FLOPs); otherwise recompute it. At {realistic:.0%} MFU that is
         {s["break_even"](mfu=realistic):.1f} GB/s, and for long prefixes less still.""",
@@ -1336,9 +1379,8 @@ def assembly(s: Parts) -> None:
     say(
         """Not built here: the attention kernel that reads through a block table, finding shared
         prefixes by hashing and evicting them, chunked prefill, offloading a preempted sequence to
-        the host, quantized KV with its scales, a cap on running sequences (max_num_seqs), more than
-        one replica. The allocators above know each length at admission; a server learns it as it
-        decodes."""
+        the host, quantized KV with its scales, more than one replica. The allocators above know
+        each length at admission; a server learns it as it decodes."""
     )
 
 
@@ -1399,8 +1441,11 @@ def claims(s: Parts) -> Iterator[Claim]:
     waste = 1 - sum(lengths[:slots]) / (slots * 8192)
 
     @cache
+    def drawn() -> Any:
+        return tuple(s["seq_lengths"](4000))
+
     def requests() -> Any:
-        return s["seq_lengths"](4000)
+        return list(drawn())  # a list for each mechanism, whatever it does to its own
 
     @cache
     def reserved(reserve: int) -> Any:
@@ -1413,6 +1458,7 @@ def claims(s: Parts) -> Iterator[Claim]:
             "waste": (waste, lambda: reserved(8192).waste),
             "batch": (slots, lambda: reserved(8192).batch),
             "batch at 2,048": (budget // (2048 * kv), lambda: reserved(2048).batch),
+            "first lengths": (lengths[:9], lambda: [sum(pair) for pair in s["seq_lengths"](9)]),
         },
     )  # fmt: skip
 
@@ -1444,7 +1490,7 @@ def claims(s: Parts) -> Iterator[Claim]:
             "batch": (batch, lambda: in_pages(16).batch),
             "ratio": (batch / slots, lambda: in_pages(16).batch / reserved(8192).batch),
             "held after each call on a pool": (
-                [held, held, 0, 1, 1, 2, 4, 0],
+                [held, held, held, 0, 1, 1, 2, 4, 0],
                 lambda: fill_and_grow(s, room, lengths[:batch], lengths[batch]),
             ),
         },
@@ -1477,7 +1523,10 @@ def claims(s: Parts) -> Iterator[Claim]:
         "89.0% saved by storing it once", "{saved:.1%} saved by storing it once",
         round(less, 2) == 0.89,
         {
-            "saved": (less, lambda: s["saved"](behind_4096(1))),
+            "saved": (
+                less,
+                lambda: 1 - behind_4096(1).held_tokens / behind_4096(1).logical_tokens,
+            ),
             "tokens stored": (4096 + sum(private), lambda: behind_4096(1).held_tokens),
             "in whole pages": (
                 4096 + 16 * sum(-(-tokens // 16) for tokens in private),
@@ -1485,7 +1534,10 @@ def claims(s: Parts) -> Iterator[Claim]:
             ),
             "batch behind 2,048": (fresh, lambda: behind_2048(False)),
             "with copies": (copied, lambda: behind_2048(True)),
-            "held after each call on a pool": ([3, 4, 4, 4, 5, 4, 0], lambda: fork_and_write(s)),
+            "held after each call on a pool": (
+                [3, 4, 4, 4, 5, 6, 5, 2, 0],
+                lambda: fork_and_write(s),
+            ),
         },
     )  # fmt: skip
 
@@ -1576,12 +1628,15 @@ def how_many_fit(needs: Iterable[int], room: int) -> int:
 
 
 def fill_and_grow(s: Parts, room: int, fitting: list[int], next_one: int) -> list[int]:
-    """Pages held as a pool is filled, refuses one, is emptied; then one sequence grows and ends."""
+    """Pages held as a pool is filled, refuses two, is emptied; then one sequence grows and ends."""
     pool = s["PagePool"](room, 16)
     admitted = [pool.allocate(length) for length in fitting]
     held = [pool.held]
     with contextlib.suppress(s["OutOfPages"]):
         pool.allocate(next_one)
+    held.append(pool.held)
+    with contextlib.suppress(s["OutOfPages"]):
+        pool.append(admitted[0], room * 16)
     held.append(pool.held)
     for sequence in admitted:
         pool.release(sequence)
@@ -1595,15 +1650,15 @@ def fill_and_grow(s: Parts, room: int, fitting: list[int], next_one: int) -> lis
 
 
 def fork_and_write(s: Parts) -> list[int]:
-    """Pages held after a fork in mid-page, four writes to parent and child, and two releases."""
+    """Pages held after two forks in mid-page, writes to parent and children, and their releases."""
     pool = s["PagePool"](8, 16)
     parent = pool.allocate(40)
-    child = pool.fork(parent, 40)
+    child, other = pool.fork(parent, 40), pool.fork(parent, 20)
     held = [pool.held]
-    for sequence, tokens in ((child, 1), (parent, 1), (child, 7), (child, 1)):
+    for sequence, tokens in ((child, 1), (parent, 1), (child, 7), (child, 1), (other, 2)):
         pool.append(sequence, tokens)
         held.append(pool.held)
-    for sequence in (parent, child):
+    for sequence in (parent, child, other):
         pool.release(sequence)
         held.append(pool.held)
     return held
@@ -1611,11 +1666,14 @@ def fork_and_write(s: Parts) -> list[int]:
 
 def agree(derived: Any, asked: Any, tolerance: float) -> bool:
     """Whether two numbers, or the numbers in two lists, are the same."""
-    if isinstance(derived, list):
+    if not isinstance(derived, list):
+        derived, asked = [derived], [asked]
+    try:
         return len(derived) == len(asked) and all(
             math.isclose(x, y, rel_tol=tolerance) for x, y in zip(derived, asked)
         )
-    return math.isclose(derived, asked, rel_tol=tolerance)
+    except (TypeError, ValueError, OverflowError):  # no number at all
+        return False
 
 
 def faults(claim: Claim) -> list[str]:
@@ -1628,9 +1686,9 @@ def faults(claim: Claim) -> list[str]:
         for name, (derived, ask) in claim.figures.items():
             asked = ask()
             if not agree(derived, asked, claim.tolerance):
-                found.append(f"{name}: derived {derived}, the mechanism gives {asked}")
-    except Exception as error:  # a learner's mechanism may do anything
-        found.append(f"derived {figure}, the mechanism raises {error!r}")
+                found.append(f"{name}: derived {derived}, the mechanism gives {shown(asked)}")
+    except (Exception, SystemExit) as error:  # a learner's mechanism may do anything
+        found.append(f"derived {figure}, the mechanism raises {shown(error)}")
     return found
 
 
@@ -1645,10 +1703,10 @@ def verify(parts_override: Parts | None = None) -> int:
     """
     s = parts()
     if not isinstance(parts_override, (dict, type(None))):
-        raise TypeError(f"parts_override must be a dict, not {parts_override!r}")
+        raise TypeError(f"parts_override must be a dict, not {shown(parts_override)}")
     for name in parts_override or {}:
         if name not in s:
-            raise ValueError(f"parts_override must name parts of the lesson, not {name!r}")
+            raise ValueError(f"parts_override must name parts of the lesson, not {shown(name)}")
     s.update(parts_override or {})
     graded = [(claim, faults(claim)) for claim in claims(s)]
     column = max(len(claim.statement) for claim, _ in graded)
@@ -1702,7 +1760,7 @@ def questions(s: Parts) -> list[Question]:
     share = s["budget_share"](s["kv_gib"](131_072))
     reserved, in_pages = s["contiguous"](requests, 8192), s["paged"](requests, 16)
     factor = in_pages.batch / reserved.batch
-    less = s["saved"](s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1))
+    behind_4k = s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1)
     bar = s["break_even"]()
     return [
         Question(
@@ -1725,7 +1783,7 @@ def questions(s: Parts) -> list[Question]:
             "By what factor do 16-token pages enlarge that batch?",
         ),
         Question(
-            4, less, SHARES, f"{less:.1%}",
+            4, behind_4k.saved, SHARES, f"{behind_4k.saved:.1%}",
             """64 requests share a 4,096-token prefix. What share of their KV disappears when it is
             stored once?""",
         ),
@@ -1933,33 +1991,43 @@ def run(mode: argparse.Namespace) -> int:
     return 0
 
 
+def write_off(stream: Any) -> None:
+    """Close a stream that cannot be written, or Python tries once more at exit, and complains."""
+    with contextlib.suppress(OSError):
+        stream.close()
+
+
 def complain(message: object) -> None:
     """One line on standard error, if there is one."""
     if sys.stderr is not None:
-        print(f"m02_kv_cache: {ascii_line(str(message))}", file=sys.stderr)
+        try:
+            print(f"m02_kv_cache: {ascii_line(str(message))}", file=sys.stderr, flush=True)
+        except OSError:
+            write_off(sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (the process's own if None) and return the exit status."""
+    status = 0
     try:
-        status = run(parse(argv))
+        try:
+            status = run(parse(argv))
+        except UsageError as error:
+            complain(error)
+            status = 2
+        except KeyboardInterrupt:
+            status = 130
         if sys.stdout is not None:  # closed before we started: there is nothing to print on
             sys.stdout.flush()
-        return status
-    except UsageError as error:
-        complain(error)
-        return 2
-    except KeyboardInterrupt:
-        return 130
     except OSError as error:
-        # Nobody reads on, or the disk is full. Python would flush once more at exit, and complain.
-        with contextlib.suppress(OSError):
-            sys.stdout.close()
-        if isinstance(error, BrokenPipeError):
-            return 141
+        write_off(sys.stdout)
+        if isinstance(error, BrokenPipeError):  # whoever read has seen enough
+            return status or 141
         complain(f"cannot write the output: {error.strerror}")
-        return 1
+        return status or 1
+    return status
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())
