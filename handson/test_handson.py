@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import csv
 import doctest
 import glob
 import inspect
@@ -27,6 +28,7 @@ import sys
 import tempfile
 import types
 import unittest
+import warnings
 from unittest import mock
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -108,7 +110,8 @@ class Workload(unittest.TestCase):
     def test_a_shorter_workload_is_the_start_of_a_longer_one(self):
         self.assertEqual(lesson.seq_lengths(10), lesson.seq_lengths(4000)[:10])
         self.assertEqual(lesson.seq_lengths(0), [])
-        self.assertNotEqual(lesson.seq_lengths(10), lesson.seq_lengths(10, seed=6))
+        for seed in (6, -7, 10**18):
+            self.assertNotEqual(lesson.seq_lengths(10), lesson.seq_lengths(10, seed))
 
     def test_prefixed_lengths_differ_by_the_prefix_alone(self):
         bare, prefixed = lesson.prefixed_lengths(64, 0), lesson.prefixed_lengths(64, 4096)
@@ -296,8 +299,8 @@ class Allocators(unittest.TestCase):
         for _ in range(300):
             kv = rng.randint(1, 50)
             room = rng.randint(0, 400)  # tokens
-            # Half a byte more than the tokens: rounding must go down, and not lose one either.
-            budget_gib = (room * kv + 0.5) / 2**30
+            # Less than a token more: rounding must go down, and not lose a token either.
+            budget_gib = (room * kv + rng.randrange(kv) + 0.5) / 2**30
             requests = random_requests(rng)
             yield rng, requests, room, {"budget_gib": budget_gib, "kv_per_token": kv}
 
@@ -860,6 +863,7 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
     (lambda: lesson.kv_bytes_per_token(0, 8, 128, 2), ValueError, "layers must be from 1 to"),
     (lambda: lesson.kv_bytes_per_token(80, 0, 128, 2), ValueError, "kv_heads must be from 1 to"),
     (lambda: lesson.kv_bytes_per_token(80, 8, -1, 2), ValueError, "head_dim must be from 1 to"),
+    (lambda: lesson.kv_bytes_per_token(80, 8, 128, 0), ValueError, "dtype_bytes must be from 1"),
     (lambda: lesson.kv_bytes_per_token(80, 8, 128, 0.5), TypeError, "dtype_bytes must be a whole"),
     (lambda: lesson.kv_gib(-1), ValueError, "tokens must be from 0 to"),
     (lambda: lesson.kv_gib(1, 0), ValueError, "kv_per_token must be from 1 to"),
@@ -877,6 +881,8 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
     (lambda: lesson.paged([], 0), ValueError, "page_tokens must be from 1 to"),
     (lambda: lesson.paged([], budget_gib=math.inf), ValueError, "budget_gib must be from"),
     (lambda: lesson.paged([], budget_gib=math.nan), ValueError, "budget_gib must be from"),
+    (lambda: lesson.paged([], budget_gib=1e10), ValueError, "budget_gib must be from"),
+    (lambda: lesson.paged([], budget_gib=True), TypeError, "budget_gib must be a number, not True"),
     (lambda: lesson.paged([], budget_gib="80"), TypeError, "budget_gib must be a number, not '80'"),
     (lambda: lesson.paged([], kv_per_token=1.5), TypeError, "kv_per_token must be a whole"),
     (lambda: lesson.shared_prefix([], -1), ValueError, "prefix must be from 0 to"),
@@ -886,6 +892,7 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
     (lambda: lesson.PagePool("4"), TypeError, "pages must be a whole number, not '4'"),
     (lambda: lesson.PagePool(4).references(4), ValueError, "page must be from 0 to 3, not 4"),
     (lambda: lesson.break_even(kv_per_token=0), ValueError, "kv_per_token must be from"),
+    (lambda: lesson.break_even(n_params=1e31), ValueError, "n_params must be from 1e-30 to 1e+30"),
     (lambda: lesson.break_even(n_params=-7e9), ValueError, "n_params must be from"),
     (lambda: lesson.break_even(flops_per_gpu=None), TypeError, "flops_per_gpu must be a number"),
     (lambda: lesson.break_even(tp=0), ValueError, "tp must be from 1 to"),
@@ -925,7 +932,7 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
     (lambda: lesson.paged([b"ab"]), TypeError, "requests[0] must be a (prompt, output) pair"),
     (lambda: lesson.paged(None, budget_gib=1e-20), TypeError, "requests must be (prompt, output)"),
     (lambda: lesson.shared_prefix(5, 5, 16, 1e-20), TypeError, "requests must be (prompt, output)"),
-    (lambda: lesson.shared_prefix([], 5, copy_on_write="no"), TypeError, "copy_on_write must be Tr"),
+    (lambda: lesson.shared_prefix([], 5, copy_on_write="no"), TypeError, "copy_on_write must be"),
     (lambda: lesson.break_even(attention=1), TypeError, "attention must be True or False, not 1"),
     (lambda: lesson.seq_lengths(10**18), ValueError, "n must be from 0 to"),
     (lambda: lesson.verify({"pagd": len}), ValueError, "parts_override must name parts"),
@@ -934,6 +941,14 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
 
 
 class WrongArguments(unittest.TestCase):
+    def test_the_bounds_themselves_are_in_bounds(self):
+        self.assertEqual(lesson.budget_tokens(1e9, 1), 10**9 * 2**30)
+        self.assertEqual(lesson.budget_share(1e9, 1e9), 1)
+        self.assertEqual(lesson.kv_gib(2**30, 10**18), 1e18)
+        self.assertEqual(lesson.fetch_seconds(1, 1e21, 1e30), 1)
+        self.assertEqual(lesson.preempted_tokens(0), 0)
+        self.assertGreater(lesson.preempted_tokens(1), 0)
+
     def test_each_has_one_clear_message(self):
         for wrong, error, message in WRONG:
             with self.subTest(inspect.getsource(wrong).strip()), self.assertRaises(error) as caught:
@@ -1324,19 +1339,6 @@ class TheLesson(unittest.TestCase):
         self.assertEqual(result.failed, 0)
         self.assertGreaterEqual(result.attempted, 12)
 
-    @unittest.skipUnless(os.path.exists(README), "the README is not beside the tests")
-    def test_readme_examples(self):
-        names = dict(vars(lesson))
-        result = doctest.testfile(
-            README,
-            module_relative=False,
-            globs=names,
-            optionflags=doctest.ELLIPSIS,
-            encoding="utf-8",
-        )
-        self.assertEqual(result.failed, 0)
-        self.assertGreaterEqual(result.attempted, 9)
-
     def test_every_mechanism_is_documented_and_is_the_one_in_the_module(self):
         for name, mechanism in lesson.parts().items():
             self.assertIs(mechanism, getattr(lesson, name))
@@ -1346,6 +1348,11 @@ class TheLesson(unittest.TestCase):
     def test_prerequisites(self):
         needs = {n: lesson.prerequisites(n) for n in range(1, 7)}
         self.assertEqual(needs, {1: [], 2: [1], 3: [1, 2], 4: [1, 2, 3], 5: [1], 6: [1, 2, 3, 5]})
+
+    def test_a_block_is_registered_and_stays_callable(self):
+        for number, registered in lesson.BLOCKS.items():
+            self.assertEqual(registered.number, number)
+            self.assertIs(registered.run, getattr(lesson, f"b{number}"))
 
     def test_parts_and_silent_blocks_print_nothing_and_run_no_workload(self):
         with mock.patch.object(lesson, "lognormal_pairs", side_effect=AssertionError):
@@ -1381,6 +1388,43 @@ class TheLesson(unittest.TestCase):
                 table_or_claim = re.match(r"  (\[PASS\]|allocator  |contiguous, |paged)", line)
                 self.assertTrue(len(line) <= 80 or table_or_claim, line)
                 self.assertTrue(line == line.rstrip() or "your guess" in line, line)
+
+
+@unittest.skipUnless(os.path.exists(README), "the README is not beside the tests")
+class Readme(unittest.TestCase):
+    def test_examples(self):
+        # In a folder with the two files that the reader brings: a config.json and a trace.csv.
+        here = os.getcwd()
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # a REPL may leave files open
+            with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
+                json.dump(LLAMA_8B, file)
+            with open(os.path.join(folder, "trace.csv"), "w", encoding="utf-8", newline="") as file:
+                csv.writer(file).writerows(lesson.seq_lengths(20_000))
+            os.chdir(folder)
+            try:
+                result = doctest.testfile(
+                    README,
+                    module_relative=False,
+                    globs=dict(vars(lesson)),
+                    optionflags=doctest.ELLIPSIS,
+                    encoding="utf-8",
+                )
+            finally:
+                os.chdir(here)
+        self.assertEqual(result.failed, 0)
+        self.assertGreaterEqual(result.attempted, 13)
+
+    def test_captured_output(self):
+        with open(README, encoding="utf-8") as file:
+            captured = re.findall(r"```text\n\$ (.*)\n((?:(?!```).*\n)*)```", file.read())
+        modes = []
+        for command, output in captured:
+            python, script, *mode = command.split()
+            self.assertEqual((python, script), ("python3", "handson/m02_kv_cache.py"))
+            self.assertEqual(call_main(*mode), (0, output))
+            modes.append(mode)
+        self.assertEqual(modes, [[], ["--verify"], ["--help"]])
 
 
 class CommandLine(unittest.TestCase):
