@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import signal
 
-if __name__ == "__main__":  # Ctrl-C is quiet while the file loads; main() handles it from then on
+# While the file loads, Ctrl-C ends it without a word; then main() hears of it again.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
@@ -1750,6 +1751,7 @@ RATES = {
     "tb/s": 1e3,
     "gbit/s": 1 / 8,
 }
+CLOSE = 1.05  # a guess that is off by less needs no reading
 DEPENDS = "Does that bandwidth depend on the length of the prefix? (yes or no)"
 
 
@@ -1795,20 +1797,26 @@ def questions(s: Parts) -> list[Question]:
     ]  # fmt: skip
 
 
+GUESS = re.compile(
+    r"(\d+\.?\d*|\.\d+) (e[-+]?\d+)? \s* (?:/ \s* (\d+))? \s* (%|[a-z]+(?:/s)?)?",
+    re.ASCII | re.VERBOSE,
+)
+
+
 def guess_of(typed: str, question: Question) -> float | None:
     """The guess in the unit of the answer, or None where there is no number with a known unit."""
     plain = re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", typed.lower()).replace(",", ".")
-    found = re.search(r"(\d+(?:\.\d*)?|\.\d+)(e[-+]?\d+)?\s*(%|[a-z]+(?:/s)?)?", plain, re.ASCII)
+    found = GUESS.search(plain)
     if not found or "-" in plain[: found.start()]:
         return None
-    unit = (found[3] or "").replace("bps", "bit/s")
-    guess = float(found[1] + (found[2] or ""))
+    mantissa, exponent, divisor, unit = found.groups(default="")
+    guess = float(mantissa + exponent) / (float(divisor or 1) or math.inf)
+    unit = unit.replace("bps", "bit/s")
     if question.units is SHARES and not unit and guess > 1:
         unit = "%"
-    if unit not in question.units:
+    if unit not in question.units or not math.isfinite(guess):
         return None
-    guess *= question.units[unit]
-    return guess if math.isfinite(guess) else None
+    return guess * question.units[unit]
 
 
 def miss(guess: float, answer: float) -> float:
@@ -1819,11 +1827,9 @@ def miss(guess: float, answer: float) -> float:
 def remark(guess: float, answer: float) -> str:
     """How far off a guess is, in words."""
     factor = miss(guess, answer)
-    if factor < 1.05:
-        return "spot on"
+    size = f"{factor:,.2f}x" if factor < 1e6 else "more than a million times"
     direction = "high" if guess > answer else "low"
-    size = f"{factor:,.1f}x" if factor < 1e6 else "a million times or more"
-    return f"{size} too {direction}"
+    return f"{size} too {direction}{', spot on' * (factor < CLOSE)}" if factor > 1 else "exact"
 
 
 def ask(text: str, first: str) -> str:
@@ -1864,12 +1870,19 @@ def predict(s: Parts) -> int:
             else:
                 verdict = "No guess." if not typed.strip() else "I cannot read that as a guess."
             print(f"     It is {question.shown}. {verdict}\n")
-        # The second half of the last question, which may have been answered along with the first.
-        said = no_or_yes(typed)
+        # The second half of the last question, which may be answered along with the first.
+        said = no_or_yes(typed) if guess is not None else None
         if said is None:
             said = no_or_yes(ask(DEPENDS, "     "))
-        verdict = {None: "No guess.", True: "You said yes.", False: "You said so."}[said]
-        print(wrapped(f"No: both times grow with it, at 2N FLOP a token. {verdict}", "     "))
+        bars = [s["break_even"](attention=counted, prefix=131_072) for counted in (False, True)]
+        verdict = {None: "", True: " You said yes.", False: " You said so."}[said]
+        print(
+            wrapped(
+                f"""No: at 2 FLOP per parameter and token it is {bars[0]:.2f} GB/s at 131,072 tokens
+                too.{verdict} (With attention counted it does; there it is {bars[1]:.2f} GB/s.)""",
+                "     ",
+            )
+        )
     except EOFError:
         print("\n\n     (End of input.)")
     except KeyboardInterrupt:
@@ -1878,7 +1891,7 @@ def predict(s: Parts) -> int:
     print()
     if not misses:
         print("  No guess to judge. Run this without --predict and start at block 1.")
-    elif max(misses)[0] < 1.05:
+    elif max(misses)[0] < CLOSE:
         print(f"  All {len(misses)} of your guesses are spot on.")
     else:
         _, i, block_number = max(misses, key=lambda missed: missed[0])
@@ -1984,7 +1997,8 @@ def run(mode: argparse.Namespace) -> int:
         first = prerequisites(chosen)
         s = collect(first)
         if first:
-            print(f"(Ran silently first: block {', '.join(map(str, first))}.)")
+            plural = "s" if len(first) > 1 else ""
+            print(f"(Ran silently first: block{plural} {', '.join(map(str, first))}.)")
         collect([chosen], show=True, s=s)
     else:
         assembly(collect(BLOCKS, show=True))
@@ -2029,5 +2043,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -1449,7 +1449,7 @@ class CommandLine(unittest.TestCase):
 
     def test_a_block_says_what_ran_before_it(self):
         _, printed = call_main("--block", "6")
-        self.assertTrue(printed.startswith("(Ran silently first: block 1, 2, 3, 5.)\n"), printed)
+        self.assertTrue(printed.startswith("(Ran silently first: blocks 1, 2, 3, 5.)\n"), printed)
         self.assertEqual(printed.count("Block "), 1)
         self.assertEqual(call_main("--block=6")[1], printed)
 
@@ -1523,7 +1523,7 @@ class CommandLine(unittest.TestCase):
         questions = lesson.questions(lesson.parts())
         for i, guesses in enumerate((
             ("320 KiB", "327680", "327,680 bytes", "327_680", "320k", "0.3125 MiB", "3.2768e5 B"),
-            ("23.2%", "0.2319", "23.19", "~23.19 %", "23.19 percent", ".2319", "23,19 %"),
+            ("23.2%", "0.2319", "23.19", "~23.19 %", "23.19 percent", ".2319", "23,19 %", "3/13"),
             ("82.3%", "0.823", "82.3", "about 82.3%!", "82.3 %\r\n"),
             ("6x", "6.04", "x6", "6 times", "604%", "factor 6"),
             ("89%", "0.89", "89.0 percent"),
@@ -1557,18 +1557,20 @@ class CommandLine(unittest.TestCase):
         self.assertEqual(
             verdicts,
             [
-                "2.0x too low",
-                "2.0x too high",
-                "spot on",
-                "2.0x too low",
-                "spot on",
-                "100.0x too high",
+                "2.00x too low",
+                "2.00x too high",
+                "1.00x too low, spot on",
+                "2.01x too low",
+                "1.00x too low, spot on",
+                "99.96x too high",
             ],
         )
-        self.assertIn("No: both times grow with it, at 2N FLOP a token. You said yes.", printed)
+        said = "it is 9.26 GB/s at 131,072 tokens too. You said yes. (With attention counted"
+        self.assertIn(said, " ".join(printed.split()))
+        self.assertIn("there it is 4.16 GB/s.)", " ".join(printed.split()))
         self.assertTrue(printed.endswith("worst miss is question 6: read --block 5 first.\n"))
         _, printed = call_main("--predict", entered=b"0\n\n\n\n\n9.26, no\n")
-        self.assertIn("a million times or more too low", printed)
+        self.assertIn("more than a million times too low", printed)
         self.assertEqual(printed.count("No guess."), 4)
         self.assertIn("You said so.", printed)
         self.assertTrue(printed.endswith("worst miss is question 1: read --block 1 first.\n"))
