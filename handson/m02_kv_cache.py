@@ -1751,7 +1751,6 @@ RATES = {
     "tb/s": 1e3,
     "gbit/s": 1 / 8,
 }
-CLOSE = 1.05  # a guess that is off by less needs no reading
 DEPENDS = "Does that bandwidth depend on the length of the prefix? (yes or no)"
 
 
@@ -1824,12 +1823,17 @@ def miss(guess: float, answer: float) -> float:
     return max(guess / answer, answer / guess) if guess > 0 else math.inf
 
 
+def spot_on(factor: float) -> bool:
+    """Whether a guess that is off by this factor needs no reading."""
+    return factor < 1.05
+
+
 def remark(guess: float, answer: float) -> str:
     """How far off a guess is, in words."""
     factor = miss(guess, answer)
     size = f"{factor:,.2f}x" if factor < 1e6 else "more than a million times"
     direction = "high" if guess > answer else "low"
-    return f"{size} too {direction}{', spot on' * (factor < CLOSE)}" if factor > 1 else "exact"
+    return f"{size} too {direction}{', spot on' * spot_on(factor)}" if factor > 1 else "exact"
 
 
 def ask(text: str, first: str) -> str:
@@ -1891,7 +1895,7 @@ def predict(s: Parts) -> int:
     print()
     if not misses:
         print("  No guess to judge. Run this without --predict and start at block 1.")
-    elif max(misses)[0] < CLOSE:
+    elif spot_on(max(misses)[0]):
         print(f"  All {len(misses)} of your guesses are spot on.")
     else:
         _, i, block_number = max(misses, key=lambda missed: missed[0])
