@@ -1405,6 +1405,7 @@ def claims(s: Parts) -> Iterator[Claim]:
 
     The lesson and this function share the definitions of the two workloads and nothing more.
     """
+    # Block 1: one token, and contexts.
     kv = 2 * 80 * 8 * 128 * 2
     budget = 345 * 2**29  # 172.5 GiB
     share = 131_072 * kv / budget
@@ -1437,6 +1438,7 @@ def claims(s: Parts) -> Iterator[Claim]:
         {"KiB": (multi_head / 2**10, lambda: token(Q_HEADS, DTYPE) / 2**10)},
     )  # fmt: skip
 
+    # Block 2: slots.
     lengths = [prompt + output for prompt, output in seq_lengths(4000)]
     slots = budget // (8192 * kv)
     waste = 1 - sum(lengths[:slots]) / (slots * 8192)
@@ -1463,7 +1465,8 @@ def claims(s: Parts) -> Iterator[Claim]:
         },
     )  # fmt: skip
 
-    room = budget // (16 * kv)  # pages of 16 tokens
+    # Block 3: pages of 16 tokens, of 1 token, and a pool that is filled and emptied.
+    room = budget // (16 * kv)
     pages = [-(-length // 16) for length in lengths]
     batch = how_many_fit(pages, room)
     held = sum(pages[:batch])
@@ -1506,6 +1509,7 @@ def claims(s: Parts) -> Iterator[Claim]:
         },
     )  # fmt: skip
 
+    # Block 4: the prefix once, the rest 64 times; and pages that are forked and written.
     prefixed = prefixed_lengths(64, 4096)
     private = [prompt + output - 4096 for prompt, output in prefixed]
     less = 1 - (4096 + sum(private)) / (64 * 4096 + sum(private))
@@ -1542,11 +1546,12 @@ def claims(s: Parts) -> Iterator[Claim]:
         },
     )  # fmt: skip
 
+    # Block 5: time against time.
     flops = 989.5e12
     even = {tp: kv * tp * flops / (2 * 70e9) / 1e9 for tp in (1, 2, 4, 8)}
     spans = (1, 4096, 131_072)
     at_span = [(n * kv / 1e9) / (n * 2 * 70e9 / (4 * flops)) for n in spans]
-    # Block 6's curve is an assumption, so it has no claim; its tokens are one more span to time.
+    # Block 6: its curve is an assumption, so it has no claim; its tokens are one more span to time.
     occupancies = (0.60, 0.85, 0.90, 0.95, 0.99)
     again = []
     for preempts in (0, 0, (5 / 15) ** 2, (10 / 15) ** 2, (14 / 15) ** 2):

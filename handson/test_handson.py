@@ -7,6 +7,7 @@ tokens, a conservation law, a published figure, or the lesson itself with a bug 
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
 import csv
@@ -1653,8 +1654,9 @@ class SameTextEverywhere(unittest.TestCase):
         cls.expected = {tuple(mode): call_main(*mode)[1].encode() for mode in MODES}
 
     def compare(self, modes=MODES, **kwargs):
-        for mode in modes:
-            done = run(*mode, **kwargs)
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as processes:
+            runs = list(processes.map(lambda mode: run(*mode, **kwargs), modes))
+        for mode, done in zip(modes, runs):
             self.assertEqual((done.stderr, done.returncode), (b"", 0))
             text = done.stdout.replace(os.linesep.encode(), b"\n")
             self.assertEqual(text, self.expected[tuple(mode)])
