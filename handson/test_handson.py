@@ -275,6 +275,15 @@ class Pool(unittest.TestCase):
         self.assertEqual(pool.allocate(1).table, [page])
         self.assertEqual(second.tokens, 1)
 
+    def test_defaults_and_what_a_sequence_shows(self):
+        pool = lesson.PagePool(8)
+        sequence = pool.allocate(40)
+        pool.append(sequence)
+        self.assertEqual(pool.page_tokens, 16)
+        self.assertEqual(repr(sequence), "<Sequence tokens=41 table=[0, 1, 2]>")
+        pool.release(sequence)
+        self.assertEqual(repr(sequence), "<Sequence tokens=0 table=[]>")
+
     def test_a_pool_of_any_size_costs_nothing_until_it_is_used(self):
         pool = lesson.PagePool(10**15, 1)
         self.assertEqual((pool.free, pool.allocate(3).table), (10**15, [0, 1, 2]))
@@ -869,6 +878,7 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
     (lambda: lesson.kv_gib(-1), ValueError, "tokens must be from 0 to"),
     (lambda: lesson.kv_gib(1, 0), ValueError, "kv_per_token must be from 1 to"),
     (lambda: lesson.budget_share(-1), ValueError, "gib must be from 0 to"),
+    (lambda: lesson.budget_share(1, budget_gib=1e10), ValueError, "budget_gib must be from"),
     (lambda: lesson.budget_share(1, budget_gib=0), ValueError, "budget_gib must be from 1e-30 to"),
     (lambda: lesson.contiguous([], 0), ValueError, "reserve must be from 1 to"),
     (lambda: lesson.contiguous([], True), TypeError, "reserve must be a whole number, not True"),
