@@ -315,6 +315,8 @@ def head_dim_of(config: Mapping[str, Any], heads: int) -> int:
     name = spelling(config, "head_dim", "kv_channels")
     if config.get(name) is not None:
         return dimension(config, name)
+    if str(config.get("model_type")).startswith("gemma"):
+        return 256  # says Gemma's code where its config is silent
     hidden = dimension(config, "hidden_size", "n_embd")
     if hidden % heads:
         message = f"hidden_size = {hidden} is no multiple of {heads} query heads"
@@ -357,9 +359,13 @@ def layers_of(config: Mapping[str, Any]) -> list[str]:
     slides = config.get("use_sliding_window")
     if slides is None:
         slides = any(config.get(f"sliding_window{end}") is not None for end in ("", "_pattern"))
-    if slides and config.get("sliding_window_pattern") is not None:
-        pattern = dimension(config, "sliding_window_pattern")
-        told["sliding_window_pattern"] = every(pattern, SLIDING)
+    pattern = config.get("sliding_window_pattern")
+    if slides and isinstance(pattern, str) and pattern:  # "LLLG": local, local, local, global
+        kinds = [SLIDING if pattern[i % len(pattern)] == "L" else FULL for i in layers]
+        told["sliding_window_pattern"] = kinds
+    elif slides and pattern is not None:
+        interval = dimension(config, "sliding_window_pattern")
+        told["sliding_window_pattern"] = every(interval, SLIDING)
     if slides and config.get("max_window_layers") is not None:
         first = dimension(config, "max_window_layers", least=0)
         told["max_window_layers"] = [FULL if i < first else SLIDING for i in layers]
@@ -384,21 +390,23 @@ def value_bytes(config: Mapping[str, Any]) -> int:
     """Bytes of one value, from the dtype that a config names: bfloat16, float8_e4m3fn, ..."""
     name = spelling(config, *DTYPE_NAMES)
     if config.get(name) is None:
-        raise ValueError(f"config lacks {name}; give dtype_bytes")
+        raise ValueError(f"config lacks {name} (in Python, dtype_bytes stands in for it)")
     bits = re.fullmatch(r"(torch\.)?b?f(loat|p)?(8|16|32|64)(_\w+)?", str(config[name]))
     if not bits:
         raise ValueError(f"{name} = {shown(config[name])} is not supported")
     return int(bits[3]) // 8
 
 
-# Settings of architectures whose KV follows other rules: chunked attention, hybrids that choose
-# layers in another way, encoders, layers that share KV or differ in shape, an index to search KV.
-# Better no answer than a wrong one.
+# Settings that betray an architecture whose KV follows other rules: chunked attention, hybrids that
+# choose layers in another way, encoders, layers that share KV or differ in shape, an index to
+# search KV. Better no answer than a wrong one, as far as a list of names can see to it.
 UNSUPPORTED = (
     "attention_chunk_size", "attention_types", "attn_layer_period", "attn_type_list",
     "block_types", "hybrid_override_pattern", "layers_block_type", "linear_attn_config",
     "cross_attention_layers", "is_encoder_decoder", "num_kv_shared_layers", "block_configs",
     "num_key_value_heads_per_layer", "num_global_key_value_heads", "swa_head_dim", "index_topk",
+    "attn_layer_indices", "full_attn_idxs", "num_attention_groups", "mb_per_layer", "mamba_step",
+    "global_attn_idx", "kv_reuse_group",
 )  # fmt: skip
 
 
@@ -413,9 +421,10 @@ def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
         outer, config = config, dict(text)
         if config.get(spelling(text, *DTYPE_NAMES)) is None:
             config["torch_dtype"] = outer.get(spelling(outer, *DTYPE_NAMES))
+        config.setdefault("model_type", outer.get("model_type"))
     for name in UNSUPPORTED:
         if config.get(name):
-            raise ValueError(f"{name} is of an architecture that is not supported")
+            raise ValueError(f"config has {name}: its architecture is not supported")
     return config
 
 
@@ -423,15 +432,18 @@ def kv_bytes(config: Mapping[str, Any], tokens: int = 1, dtype_bytes: int | None
     """Bytes of KV cache that one sequence of `tokens` tokens holds, from a model's config.json.
 
     `config` is the file read as a dict; where it nests a `text_config`, that counts. A value takes
-    `dtype_bytes` bytes (fp8: 1), or as many as the config's dtype. A config that lacks a setting,
-    contradicts itself or is of an architecture not known here raises ValueError or TypeError, and
-    names the setting.
+    `dtype_bytes` bytes (fp8: 1), or as many as the config's dtype. (Engines run float32 models in
+    16 bits: give 2.) A config that lacks a setting, contradicts itself or is of an architecture not
+    known here raises ValueError or TypeError, and names the setting.
+
+    This is one copy. Tensor parallelism repeats KV heads where it has more GPUs than there are KV
+    heads, and a latent on every GPU.
 
     - Full attention: 2 x KV heads x head_dim values a layer and token (MHA, GQA and MQA).
     - Multi-head latent attention: kv_lora_rank + qk_rope_head_dim values a layer and token, once
       for all heads and for both K and V (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
-    - Sliding-window layers hold `sliding_window` tokens at most; linear-attention layers hold no
-      KV (their constant state is not counted).
+    - Sliding-window layers hold `sliding_window` tokens at most (an engine, a prefill chunk more).
+      Linear-attention layers hold no KV; their state, which does not grow, is not counted.
 
     >>> config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
     ...     "hidden_size": 4096, "torch_dtype": "bfloat16"}
@@ -491,7 +503,7 @@ def b1(s: Parts, show: bool) -> Parts:
         say(
             """For another model, --model config.json prints this table. Not every model is so
             plain: a head may be wider than hidden size / heads, one latent vector may stand for all
-            K and V, and a layer may keep a window of tokens or none. kv_bytes knows."""
+            K and V, and a layer may keep a window of tokens or none. kv_bytes reads them."""
         )
     return {
         "kv_bytes_per_token": kv_bytes_per_token,
@@ -527,7 +539,7 @@ class Allocation(NamedTuple):
         return 1 - self.held_tokens / self.logical_tokens if self.logical_tokens else 0.0
 
 
-def budget_tokens(budget_gib: float, kv_per_token: int) -> int:
+def budget_tokens(budget_gib: float = KV_BUDGET_GIB, kv_per_token: int = KV_PER_TOKEN) -> int:
     """Whole tokens of KV cache that fit the budget.
 
     >>> budget_tokens(16, kv_per_token=57_344) // 16  # Qwen2.5 7B in 16 GiB: 16-token pages
@@ -631,7 +643,7 @@ class PagePool:
     in the same way, but shares full pages only, and so never has to copy one.
 
     Each call does all of its work or, when it raises, nothing. Taking and returning pages costs a
-    slice of the free list, however many they are.
+    slice of the free list, however many they are; only shared pages are counted one by one.
 
     >>> pool = PagePool(pages=8, page_tokens=16)
     >>> parent = pool.allocate(40)
@@ -937,8 +949,8 @@ def b4(s: Parts, show: bool) -> Parts:
 
 def fetch_seconds(prefix: int, gb_per_s: float, kv_per_token: float = KV_PER_TOKEN) -> float:
     """Seconds to load the KV of `prefix` tokens from a tier of `gb_per_s` GB/s (1e9 bytes)."""
-    kv_bytes = whole("prefix", prefix) * number("kv_per_token", kv_per_token)
-    return kv_bytes / (number("gb_per_s", gb_per_s) * 1e9)
+    loaded = whole("prefix", prefix) * number("kv_per_token", kv_per_token)
+    return loaded / (number("gb_per_s", gb_per_s) * 1e9)
 
 
 def recompute_seconds(
@@ -955,7 +967,8 @@ def recompute_seconds(
     """Seconds to prefill `prefix` tokens again on `tp` GPUs of `flops_per_gpu` FLOP/s each.
 
     A forward pass costs 2 FLOP per parameter and token, a multiply and an add (Kaplan et al. 2020,
-    "Scaling laws for neural language models", section 2.1). With `attention`, each token adds
+    "Scaling laws for neural language models", section 2.1); of a mixture of experts, `n_params` is
+    what a token passes through. With `attention`, each token adds
     4 x layers x q_heads x head_dim FLOP per token before it: half the prefix, on average. `mfu` is
     the share of the peak FLOP/s that prefill reaches (0 to 1).
     """
@@ -1020,6 +1033,9 @@ def shortest_fetch(gb_per_s: float) -> int:
 def b5(s: Parts, show: bool) -> Parts:
     """The break-even by tensor parallelism, and what it says of each tier."""
     if show:
+        lead = """TPn is a replica of n GPUs, tensor-parallel. Prefill computes the KV of a prompt,
+            at 2N FLOP a token in a model of N parameters."""
+        print(f"{wrapped(lead)}\n")
         print("    config   prefill/token   break-even BW")
         for tp in (1, 2, 4, 8):
             per_token = recompute_seconds(1, tp=tp)
@@ -1044,17 +1060,17 @@ def b5(s: Parts, show: bool) -> Parts:
         fp8 = break_even(s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, 1))
         say(
             f"""Halve the bytes and the bar halves: with FP8 KV it is {fp8:.2f} GB/s, and an NVMe
-            drive clears it. Beware of the datasheet's 1,979 TFLOP/s: that is with 2:4 sparsity, and
-            would make the bar {break_even(flops_per_gpu=1979e12):.1f} GB/s."""
+            drive clears it. Beware of the datasheet's 1,979 TFLOP/s in BF16: that is with 2:4
+            sparsity, and would make the bar {break_even(flops_per_gpu=1979e12):.1f} GB/s."""
         )
         drive = TIERS["local NVMe"]
         say(
             f"""All this is at 2N FLOP a token, at 100% of the dense peak, and with one drive. Each
             of the three moves the verdict. Prefill never reaches the peak: below
-            {drive / threshold:.1%} MFU one {drive} GB/s drive wins, and at 50% the bar is
-            {break_even(mfu=0.5):.2f} GB/s. Two such drives, striped, clear it at any MFU. And
-            attention costs more the longer the prefix, so that with it the length does not
-            cancel:"""
+            {drive / threshold:.1%} MFU (the share of the peak that is reached) one {drive} GB/s
+            drive wins, and at 50% the bar is {break_even(mfu=0.5):.2f} GB/s. Two such drives,
+            striped, clear it at any MFU. And attention costs more the longer the prefix, so that
+            with it the length does not cancel:"""
         )
         print("\n      prefix   break-even BW with attention")
         for prefix in (1024, 4096, 16_384, 32_768, 131_072):
@@ -1220,14 +1236,16 @@ def serve(
 ) -> Served:
     """Serve all requests on one replica with `pages` pages of KV, and count what it took.
 
-    A request may enter if its prompt and next token fit and leave `watermark` of all pages free
-    (unless nothing runs), and if fewer than `max_running` run. When the pool is empty, the newest
-    sequence is preempted: its pages are released, and it goes to the front of the queue, to be
-    prefilled again with what it had generated. That is vLLM's V1 policy. On the workload of vLLM
-    pull request 44594 it preempts 1,003 times, against 1,065 measured; with nothing fitted.
+    All wait in a queue from the start. One may enter if its prompt and next token fit and leave
+    `watermark` of all pages free (unless nothing runs), and if fewer than `max_running` run. When
+    no page is left, the newest sequence is preempted: its pages are released, and it goes to the
+    front of the queue, to be prefilled again with what it had generated.
 
-    A step is a step, however much it prefills or decodes; steps are not seconds. An output below 1
-    and a request longer than the pool raise ValueError before anything runs.
+    So vLLM's V1 engine admits and preempts. On the workload of its pull request 44594 this preempts
+    1,003 times against 1,065 measured, with nothing fitted. Its limit on tokens per step, chunked
+    prefill and prefix caching are not here: a step is a step, whatever it prefills.
+
+    An output below 1 and a request longer than the pool raise ValueError before anything runs.
 
     >>> serve([(4, 6), (4, 6)], pages=4, page_tokens=4)
     Served(steps=8, generated=12, prefilled=16, reprefilled=8, preempted=1, peak_pages=4)
@@ -1277,11 +1295,16 @@ def b6(s: Parts, show: bool) -> Parts:
             ((occupancy - 0.85) / 0.15)^2. That nothing happens up to 85% is put in, not found. What
             follows from it is the price: vLLM's V1 engine does not swap, so a preempted sequence
             comes back by recomputing its KV. A "GPU-ms" here is a millisecond of the whole replica:
-            all four GPUs are busy that long."""
+            all four GPUs are busy that long, at their peak."""
         )
-        pages = s["budget_tokens"](KV_BUDGET_GIB, KV_PER_TOKEN) // 16
-        print(f"\n  Derived instead: a scheduler serves 1,500 requests on {pages:,} pages of 16.")
-        print("  The mirror has the chat mix's prompts as outputs and its outputs as prompts.")
+        pages = s["budget_tokens"]() // 16
+        say(
+            f"""Derived instead: a scheduler serves 1,500 requests on {pages:,} pages of 16. The
+            chat mix is the workload; the mirror has its prompts as outputs and its outputs as
+            prompts. The watermark is the share of pages that admitting a request must leave free,
+            for those that run to grow into."""
+        )
+        print()
         chat = s["seq_lengths"](1500)
         mixes = {"chat": chat, "mirror": [(output, prompt) for prompt, output in chat]}
         print("     mix  watermark  preempted   re-prefilled  of prompts  wasted GPU-ms @TP4")
@@ -1298,18 +1321,18 @@ def b6(s: Parts, show: bool) -> Parts:
         kept = {mix: 1 - rows[mix, 0.01].reprefilled / rows[mix, 0].reprefilled for mix in mixes}
         calm, careful = rows["chat", 0.05], rows["chat", 0.15]
         say(
-            f"""So the cliff is real, and it is at 100%: the chat mix at watermark 0.05 fills
+            f"""So the cliff is at 100%, and not at 85%: at watermark 0.05 the chat mix fills
             {calm.peak_pages / pages:.1%} of the pool and preempts {calm.preempted or "nobody"}.
-            The watermark keeps that share of pages free when a request is admitted, for those that
-            run to grow into. 1% removes {kept["chat"]:.0%} of the chat mix's repeated prefill and
-            {kept["mirror"]:.0%} of the mirror's. More of it costs throughput: at 0.15 the chat mix
-            takes {careful.steps:,} steps instead of {rows["chat", 0].steps:,}."""
+            Keeping 1% free removes {kept["chat"]:.0%} of its repeated prefill, and
+            {kept["mirror"]:.0%} of the mirror's. Keeping 15% free makes batches smaller: the chat
+            mix takes {careful.steps:,} steps instead of {rows["chat", 0].steps:,}."""
         )
         grows = {mix: rows[mix, 0].generated / sum(p for p, _ in r) for mix, r in mixes.items()}
         say(
             f"""Where preemption begins depends on output : prompt. The chat mix generates
-            {grows["chat"]:.2f} tokens per prompt token; the mirror {grows["mirror"]:.2f}, so that
-            what enters easily grows long afterwards, and is preempted even with 15% kept free."""
+            {grows["chat"]:.2f} tokens per prompt token, and has none from 5% on. The mirror
+            generates {grows["mirror"]:.2f}: what enters easily grows long afterwards, and is
+            preempted even with 15% kept free."""
         )
     return {"preempted_tokens": preempted_tokens, "serve": serve}
 
@@ -1354,7 +1377,7 @@ def assembly(s: Parts) -> None:
         {behind_prefix.batch:,} prompts lie in the prefix altogether. If each keeps its whole prompt
         behind a 2k system prompt, the batch is {shared} instead of {unshared} without sharing."""
     )
-    pages = s["budget_tokens"](KV_BUDGET_GIB, KV_PER_TOKEN) // 16
+    pages = s["budget_tokens"]() // 16
     tight, eased = (s["serve"](requests[:1500], pages, watermark=kept) for kept in (0, 0.01))
     realistic = 0.5
     print("\n  What to say in an interview, in this order:")
@@ -1372,8 +1395,9 @@ def assembly(s: Parts) -> None:
         at peak FLOPs); otherwise recompute it. At {realistic:.0%} MFU that is
         {s["break_even"](mfu=realistic):.1f} GB/s, and for long prefixes less still.""",
         f"""When pages run out, the newest sequence is preempted and recomputed later. That starts
-        at a full pool, not before: {tight.preempted} preemptions in 1,500 requests, and with 1% of
-        the pages kept free {eased.preempted}. More output per prompt token means more of them.""",
+        when no page is left, not before: {tight.preempted} preemptions in 1,500 requests, and with
+        1% of the pages kept free {eased.preempted}. More output per prompt token means more of
+        them.""",
     )
     for i, point in enumerate(points, 1):
         print(wrapped(point, first=f"  {i}. "))
@@ -1739,7 +1763,7 @@ class Question(NamedTuple):
     block: int  # where it is explained
     answer: float
     units: dict[str, float]  # what a guess may be in, and how much of the answer's unit that is
-    shown: str  # the answer as the lesson prints it
+    printed: str  # the answer as the lesson prints it
     text: str
 
 
@@ -1756,7 +1780,7 @@ RATES = {
     "tb/s": 1e3,
     "gbit/s": 1 / 8,
 }
-DEPENDS = "Does that bandwidth depend on the length of the prefix? (yes or no)"
+DEPENDS = "And does it, so counted, depend on the length of the prefix? (yes or no)"
 
 
 def questions(s: Parts) -> list[Question]:
@@ -1768,6 +1792,8 @@ def questions(s: Parts) -> list[Question]:
     factor = in_pages.batch / reserved.batch
     behind_4k = s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1)
     bar = s["break_even"]()
+    mean = sum(map(sum, requests)) / len(requests)
+    own = behind_4k.logical_tokens / behind_4k.batch - 4096
     return [
         Question(
             1, per_token, SIZES, f"{per_token:,} B = {per_token // 1024} KiB",
@@ -1781,42 +1807,42 @@ def questions(s: Parts) -> list[Question]:
         ),
         Question(
             2, reserved.waste, SHARES, f"{reserved.waste:.1%}",
-            """If every sequence reserves 8,192 tokens, what percentage of the budget is never used?
-            (Prompts have a median of 600 tokens; most outputs are shorter.)""",
+            f"""If every sequence reserves 8,192 tokens, what percentage of the budget is never
+            used? (A sequence is {mean:,.0f} tokens long on average, prompt and output.)""",
         ),
         Question(
             3, factor, FACTORS, f"{factor:.1f}x ({reserved.batch} -> {in_pages.batch})",
-            "By what factor do 16-token pages enlarge that batch?",
+            """By what factor is the batch larger with 16-token pages than with those
+            reservations?""",
         ),
         Question(
             4, behind_4k.saved, SHARES, f"{behind_4k.saved:.1%}",
-            """64 requests share a 4,096-token prefix. What share of their KV disappears when it is
-            stored once?""",
+            f"""64 requests share a 4,096-token prefix, and each has {own:.0f} tokens of its own on
+            average. What share of their KV disappears when the prefix is stored once?""",
         ),
         Question(
             5, bar, RATES, f"{bar:.2f} GB/s",
-            """Above how many GB/s is it faster to load a prefix's KV than to recompute it, at TP4
-            and 2 FLOP per parameter and token?""",
+            f"""Above how many GB/s is it faster to load a prefix's KV than to recompute it, on 4
+            GPUs of {DENSE_FLOPS_PER_GPU / 1e12} TFLOP/s at 2 FLOP per parameter and token?""",
         ),
     ]  # fmt: skip
 
 
-GUESS = re.compile(
-    r"(\d+\.?\d*|\.\d+) (e[-+]?\d+)? \s* (?:/ \s* (\d+))? \s* (%|[a-z]+(?:/s)?)?",
-    re.ASCII | re.VERBOSE,
-)
+NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
+GUESS = re.compile(rf"({NUMBER}(?:\s*[*/]\s*{NUMBER})*)\s*(%|[a-z]+(?:/s)?)?", re.ASCII)
 
 
 def guess_of(typed: str, question: Question) -> float | None:
-    """The guess in the unit of the answer, or None where there is no number with a known unit."""
-    plain = re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", typed.lower()).replace(",", ".")
+    """The guess in the unit of the answer; None if that is not one number with a known unit."""
+    bits = re.sub(r"(?<=[kMGT])b(?=ps|/s)", "bit", typed).lower().replace("ps", "/s")
+    plain = re.sub(r"(?<=\d)[,_ ](?=\d{3}(?!\d))", "", bits).replace(",", ".")
     found = GUESS.search(plain)
-    if not found or "-" in plain[: found.start()]:
+    if not found or "-" in plain[: found.start()] or re.search(r"\W\d", plain[found.end() :]):
         return None
-    mantissa, exponent, divisor, unit = found.groups(default="")
-    guess = float(mantissa + exponent) / (float(divisor or 1) or math.inf)
-    unit = unit.replace("bps", "bit/s")
-    if question.units is SHARES and not unit and guess > 1:
+    guess, unit = 1.0, found[2] or ""
+    for operator_, factor in re.findall(rf"([*/]?)\s*({NUMBER})", found[1]):
+        guess = guess / (float(factor) or math.nan) if operator_ == "/" else guess * float(factor)
+    if question.units is SHARES and not unit and guess >= 1:
         unit = "%"
     if unit not in question.units or not math.isfinite(guess):
         return None
@@ -1834,11 +1860,12 @@ def spot_on(factor: float) -> bool:
 
 
 def remark(guess: float, answer: float) -> str:
-    """How far off a guess is, in words."""
+    """How far off a guess is, as a sentence."""
     factor = miss(guess, answer)
+    if spot_on(factor):
+        return f"Spot on ({factor:.2f}x)."
     size = f"{factor:,.2f}x" if factor < 1e6 else "more than a million times"
-    direction = "high" if guess > answer else "low"
-    return f"{size} too {direction}{', spot on' * spot_on(factor)}" if factor > 1 else "exact"
+    return f"You are {size} too {'high' if guess > answer else 'low'}."
 
 
 def ask(text: str, first: str) -> str:
@@ -1875,10 +1902,10 @@ def predict(s: Parts) -> int:
             guess = guess_of(typed, question)
             if guess is not None:
                 misses.append((miss(guess, question.answer), i, question.block))
-                verdict = f"You are {remark(guess, question.answer)}."
+                verdict = remark(guess, question.answer)
             else:
                 verdict = "No guess." if not typed.strip() else "I cannot read that as a guess."
-            print(f"     It is {question.shown}. {verdict}\n")
+            print(f"     It is {question.printed}. {verdict}\n")
         # The second half of the last question, which may be answered along with the first.
         said = no_or_yes(typed) if guess is not None else None
         if said is None:
@@ -1901,10 +1928,10 @@ def predict(s: Parts) -> int:
     if not misses:
         print("  No guess to judge. Run this without --predict and start at block 1.")
     elif spot_on(max(misses)[0]):
-        print(f"  All {len(misses)} of your guesses are spot on.")
+        print("  Every guess is spot on.")
     else:
-        _, i, block_number = max(misses, key=lambda missed: missed[0])
-        print(f"  Your worst miss is question {i}: read --block {block_number} first.")
+        _, i, explained = max(misses, key=lambda missed: missed[0])
+        print(f"  Your worst miss is question {i}: read --block {explained} first.")
     return status
 
 
@@ -1985,8 +2012,12 @@ def model_table(path: str, s: Parts) -> None:
     print(f"  = {per_token:,} B/token = {per_token / 1024:,.10g} KiB per token\n")
     context_table(lambda context: sizes[context] / GIB)
     if sizes[CONTEXTS[-1]] < CONTEXTS[-1] * per_token:
-        say("Some layers keep a window of tokens only, so that later tokens cost less.")
-    say(f"The replica is this lesson's, with {KV_BUDGET_GIB} GiB for KV.")
+        say("Its sliding-window layers stop growing at their window, so later tokens cost less.")
+    say(
+        f"""The replica is this lesson's: {KV_BUDGET_GIB} GiB for KV, which a 70B's weights leave of
+        4 x H100. KV is counted once; tensor parallelism repeats KV heads that are fewer than the
+        GPUs, and a latent on each."""
+    )
 
 
 def run(mode: argparse.Namespace) -> int:
