@@ -1391,6 +1391,13 @@ class TheLesson(unittest.TestCase):
             )
             self.assertNotEqual(right, wired, name)
 
+    def test_the_assembly_is_wired_from_the_parts_alone(self):
+        # The parts of another copy of the file, while this one's mechanisms are out of order.
+        parts, forbidden = edited().parts(), mock.Mock(side_effect=AssertionError)
+        expected = call(lesson.assembly, parts)
+        with mock.patch.multiple(lesson, **dict.fromkeys(lesson.parts(), forbidden)):
+            self.assertEqual(call(lesson.assembly, parts), expected)
+
     def test_prose_is_ascii_and_fits_a_terminal(self):
         for mode in MODES:
             status, printed = call_main(*mode)
