@@ -23,6 +23,7 @@ import pickle
 import random
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -1636,9 +1637,24 @@ class CommandLine(unittest.TestCase):
     def test_ctrl_c_while_it_loads(self):
         with tempfile.TemporaryDirectory() as folder:
             with open(os.path.join(folder, "textwrap.py"), "w", encoding="ascii") as file:
-                file.write("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-            done = run(env=environment(PYTHONPATH=folder))
-        self.assertEqual((done.returncode, done.stdout, done.stderr), (-2, b"", b""))
+                file.write(
+                    "import os, signal, sys\nos.kill(os.getpid(), signal.SIGINT)\n"
+                    "sys.path.remove(os.path.dirname(__file__))\n"
+                    "del sys.modules['textwrap']\nimport textwrap\n"
+                )
+
+            def interrupted(disposition):
+                # As a shell in the background does, set beforehand whether Ctrl-C is ignored.
+                return run(
+                    "--verify",
+                    env=environment(PYTHONPATH=folder),
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, disposition),
+                )
+
+            done = interrupted(signal.SIG_DFL)
+            self.assertEqual((done.returncode, done.stdout, done.stderr), (-2, b"", b""))
+            done = interrupted(signal.SIG_IGN)
+            self.assertEqual((done.returncode, done.stderr), (0, b""))
 
     def test_ctrl_c(self):
         with mock.patch.object(lesson, "assembly", side_effect=KeyboardInterrupt):
