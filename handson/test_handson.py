@@ -1653,8 +1653,9 @@ class CommandLine(unittest.TestCase):
 
             done = interrupted(signal.SIG_DFL)
             self.assertEqual((done.returncode, done.stdout, done.stderr), (-2, b"", b""))
-            done = interrupted(signal.SIG_IGN)
-            self.assertEqual((done.returncode, done.stderr), (0, b""))
+            if sys.implementation.name != "pypy":  # which does not leave an ignored signal alone
+                done = interrupted(signal.SIG_IGN)
+                self.assertEqual((done.returncode, done.stderr), (0, b""))
 
     def test_ctrl_c(self):
         with mock.patch.object(lesson, "assembly", side_effect=KeyboardInterrupt):
