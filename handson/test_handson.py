@@ -687,6 +687,15 @@ PER_TOKEN = {  # model: (config, bytes a token)
     "Qwen3-Next 80B": (QWEN3_NEXT, 12 * 2 * 2 * 256 * 2),
     "Falcon 7B": (FALCON_7B, 32 * 2 * 64 * 2),
     "Falcon 7B, as its config has it": ({**FALCON_7B, "num_kv_heads": 71}, 32 * 2 * 64 * 2),
+    "MQA said twice": ({**FALCON_7B, "num_kv_heads": 1}, 32 * 2 * 64 * 2),
+    "Gemma 3 12B, head_dim not given": (
+        shape(48, 16, 8, 3840, sliding_window=1024, model_type="gemma3_text"),
+        48 * 2 * 8 * 256 * 2,
+    ),
+    "nested, its type outside": (
+        {"model_type": "gemma3", "text_config": {**GEMMA_27B, "head_dim": None}},
+        62 * 2 * 16 * 256 * 2,
+    ),
     "Falcon 40B": (
         {
             "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128,
@@ -732,6 +741,14 @@ GROWTH = {  # model: (config, tokens, bytes of the sequence)
     ),
     "gpt-oss 20B": (GPT_OSS, 1000, (12 * 1000 + 12 * 128) * 2 * 8 * 64 * 2),
     "Gemma 3 27B": (GEMMA_27B, 10_000, (10 * 10_000 + 52 * 1024) * 2 * 16 * 128 * 2),
+    "nested, its type outside": (
+        {
+            "model_type": "gemma3",
+            "text_config": {x: y for x, y in GEMMA_27B.items() if x != "model_type"},
+        },
+        10_000,
+        (10 * 10_000 + 52 * 1024) * 2 * 16 * 128 * 2,
+    ),
     "the same, pattern given": (
         {**GEMMA_27B, "model_type": None, "sliding_window_pattern": 6},
         10_000,
@@ -739,6 +756,19 @@ GROWTH = {  # model: (config, tokens, bytes of the sequence)
     ),
     "every layer full": (
         {**LLAMA_8B, "sliding_window": 9, "sliding_window_pattern": 1}, 20, 20 * 128 * K
+    ),
+    "two ways to say the same": (
+        {**GPT_OSS, "sliding_window_pattern": 2}, 1000, (12 * 1000 + 12 * 128) * 2 * 8 * 64 * 2
+    ),
+    "the last two layers are not yet a period": (
+        {**LLAMA_8B, "num_hidden_layers": 5, "sliding_window": 9, "sliding_window_pattern": 3},
+        20,
+        (20 + 4 * 9) * 4 * K,
+    ),
+    "EXAONE 4 32B": (
+        shape(64, 40, 8, 5120, head_dim=128, sliding_window=4096, sliding_window_pattern="LLLG"),
+        10_000,
+        (16 * 10_000 + 48 * 4096) * 4 * K,
     ),
     "Qwen3-Next 80B": (QWEN3_NEXT, 1000, 1000 * 24_576),
     "the same by layer types": (
