@@ -942,6 +942,8 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
     (lambda: lesson.break_even(mfu=1.1), ValueError, "mfu must be from 1e-30 to 1, not 1.1"),
     (lambda: lesson.break_even(prefix=0), ValueError, "prefix must be from 1 to"),
     (lambda: lesson.break_even(attention=True, layers=0), ValueError, "layers must be from 1 to"),
+    (lambda: lesson.break_even(attention=True, q_heads=0), ValueError, "q_heads must be from 1 to"),
+    (lambda: lesson.break_even(attention=True, head_dim=0), ValueError, "head_dim must be from 1"),
     (lambda: lesson.recompute_seconds("9", attention=True), TypeError, "prefix must be a whole"),
     (lambda: lesson.shortest_fetch(0), ValueError, "gb_per_s must be from"),
     (lambda: lesson.serve([], 0), ValueError, "pages must be from 1 to"),
