@@ -1518,7 +1518,7 @@ def claims(s: Parts) -> Iterator[Claim]:
             "batch": (batch, lambda: in_pages(16).batch),
             "ratio": (batch / slots, lambda: in_pages(16).batch / reserved(8192).batch),
             "held after each call on a pool": (
-                [held, held, held, 0, 1, 1, 2, 4, 0],
+                [held, held, held, 0, 0, 1, 1, 2, 4, 0],
                 lambda: fill_and_grow(s, room, lengths[:batch], lengths[batch]),
             ),
         },
@@ -1672,7 +1672,7 @@ def fill_and_grow(s: Parts, room: int, fitting: list[int], next_one: int) -> lis
         pool.release(sequence)
     held.append(pool.held)
     sequence = pool.allocate(0)
-    for tokens in (1, 15, 1, 32):
+    for tokens in (0, 1, 15, 1, 32):
         pool.append(sequence, tokens)
         held.append(pool.held)
     pool.release(sequence)

@@ -1326,6 +1326,43 @@ class VerifyBites(unittest.TestCase):
             with self.subTest(new):
                 self.assertTrue(self.failed(call(edited((old, new)).main, ["--verify"])))
 
+    def test_a_statement_that_is_false_is_found(self):
+        for claim, old, new in (
+            (1, "kv = 2 * 80 * 8", "kv = 2 * 81 * 8"),
+            (2, "share = 131_072 * kv", "share = 137_072 * kv"),
+            (3, "multi_head = 2 * 80 * 64", "multi_head = 2 * 80 * 63"),
+            (4, "waste = 1 - sum(", "waste = 0.97 - sum("),
+            (5, "internal = 1 - sum(", "internal = 1.005 - sum("),
+            (6, "batch = how_many_fit(pages, room)", "batch = how_many_fit(pages, room * 9 // 10)"),
+            (
+                7,
+                "finest = how_many_fit(lengths, budget",
+                "finest = how_many_fit(lengths, 2 * budget",
+            ),
+            (
+                7,
+                "finest = how_many_fit(lengths, budget",
+                "finest = how_many_fit(lengths, budget // 2",
+            ),
+            (8, "less = 1 - (4096", "less = 1 - (6096"),
+            (9, "even = {tp: kv", "even = {tp: 1.01 * kv"),
+            (10, "at_span = [(n * kv", "at_span = [(n**1.0001 * kv"),
+            (11, "even = {tp: kv", "even = {tp: 0.7 * kv"),
+            (12, "even = {tp: kv", "even = {tp: 1.6 * kv"),
+            (13, "even = {tp: kv * tp", "even = {tp: kv * 4"),
+            (14, "4096 * 1.83e9", "4096 * 1.831e9"),
+        ):
+            with self.subTest(new):
+                _, printed = call(edited((old, new)).main, ["--verify"])
+                line = printed.splitlines()[claim - 1]
+                self.assertRegex(line, r"^  \[FAIL\] B\d  .*not true of the derived figures")
+
+    def test_the_datasheet_is_compared_to_a_tenth_of_a_percent(self):
+        for factor, fails in ((0.9995, False), (0.998, True), (1.002, True)):
+            flops = f"DENSE_FLOPS_PER_GPU = {989.5e12 * factor}"
+            module = edited(("DENSE_FLOPS_PER_GPU = 989.5e12", flops))
+            self.assertEqual(13 in self.failed(call(module.main, ["--verify"])), fails)
+
     def test_constants_changed_in_a_repl(self):
         for name, value in vars(lesson).items():
             if name.isupper() and isinstance(value, (int, float)):
