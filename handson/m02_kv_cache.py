@@ -38,7 +38,7 @@ import re
 import sys
 import textwrap
 from bisect import bisect_right
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from itertools import accumulate, count, islice
@@ -294,14 +294,22 @@ def dimension(config: Mapping[str, Any], *names: str, least: int = 1) -> int:
     return whole(name, config[name], least, most=10**7)
 
 
+def flag(config: Mapping[str, Any], name: str) -> bool | None:
+    """A setting that is true, false or absent (None)."""
+    value = config.get(name)
+    return None if value is None else truth(name, value)
+
+
 def kv_heads_of(config: Mapping[str, Any], heads: int) -> int:
     """How many KV heads serve the query heads: as many (MHA), fewer (GQA) or one (MQA)."""
     names = ["num_key_value_heads", "num_kv_heads", "n_head_kv"]
-    if config.get("multi_query_attention") is not False:  # ChatGLM has a number of groups, if true
+    grouped = flag(config, "multi_query_attention")  # as ChatGLM says
+    if grouped is not False:
         names.append("multi_query_group_num")
     name = spelling(config, *names)
-    kv_heads = heads if config.get(name) is None else dimension(config, name)
-    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+    absent = config.get(name) is None and not grouped
+    kv_heads = heads if absent else dimension(config, name)
+    if flag(config, "multi_query") and not flag(config, "new_decoder_architecture"):
         if kv_heads not in (1, heads):  # Falcon 7B gives all its heads here, and has one
             raise ValueError(f"{name} = {kv_heads} contradicts multi_query")
         return 1
@@ -315,7 +323,7 @@ def head_dim_of(config: Mapping[str, Any], heads: int) -> int:
     name = spelling(config, "head_dim", "kv_channels")
     if config.get(name) is not None:
         return dimension(config, name)
-    if str(config.get("model_type")).startswith("gemma"):
+    if shown(config.get("model_type")).startswith("'gemma"):
         return 256  # says Gemma's code where its config is silent
     hidden = dimension(config, "hidden_size", "n_embd")
     if hidden % heads:
@@ -356,7 +364,7 @@ def layers_of(config: Mapping[str, Any]) -> list[str]:
     if config.get("full_attention_interval") is not None:
         interval = dimension(config, "full_attention_interval")
         told["full_attention_interval"] = every(interval, NO_KV)
-    slides = config.get("use_sliding_window")
+    slides = flag(config, "use_sliding_window")
     if slides is None:
         slides = any(config.get(f"sliding_window{end}") is not None for end in ("", "_pattern"))
     pattern = config.get("sliding_window_pattern")
@@ -369,8 +377,8 @@ def layers_of(config: Mapping[str, Any]) -> list[str]:
     if slides and config.get("max_window_layers") is not None:
         first = dimension(config, "max_window_layers", least=0)
         told["max_window_layers"] = [FULL if i < first else SLIDING for i in layers]
-    model_type = str(config.get("model_type"))
-    if not told and slides and model_type in PATTERNS:
+    model_type = config.get("model_type")
+    if not told and slides and isinstance(model_type, str) and model_type in PATTERNS:
         return every(PATTERNS[model_type], SLIDING)
     if not told:
         return [SLIDING if slides else FULL for _ in layers]
@@ -391,7 +399,8 @@ def value_bytes(config: Mapping[str, Any]) -> int:
     name = spelling(config, *DTYPE_NAMES)
     if config.get(name) is None:
         raise ValueError(f"config lacks {name} (in Python, dtype_bytes stands in for it)")
-    bits = re.fullmatch(r"(torch\.)?b?f(loat|p)?(8|16|32|64)(_\w+)?", str(config[name]))
+    dtype = config[name] if isinstance(config[name], str) else ""
+    bits = re.fullmatch(r"(torch\.)?b?f(loat|p)?(8(?=\Z|_)|16\Z|32\Z|64\Z)(_\w+)?", dtype)
     if not bits:
         raise ValueError(f"{name} = {shown(config[name])} is not supported")
     return int(bits[3]) // 8
@@ -406,7 +415,8 @@ UNSUPPORTED = (
     "cross_attention_layers", "is_encoder_decoder", "num_kv_shared_layers", "block_configs",
     "num_key_value_heads_per_layer", "num_global_key_value_heads", "swa_head_dim", "index_topk",
     "attn_layer_indices", "full_attn_idxs", "num_attention_groups", "mb_per_layer", "mamba_step",
-    "global_attn_idx", "kv_reuse_group",
+    "global_attn_idx", "kv_reuse_group", "cla_share_factor", "hybrid_layer_ids",
+    "global_attn_every_n_layers",
 )  # fmt: skip
 
 
@@ -642,7 +652,7 @@ class PagePool:
     them lets go of it (Kwon et al. 2023, sections 4.2 to 4.4). vLLM's pool today counts references
     in the same way, but shares full pages only, and so never has to copy one.
 
-    Each call does all of its work or, when it raises, nothing. Taking and returning pages costs a
+    Each call does all of its work or, when it refuses, nothing. Taking and returning pages costs a
     slice of the free list, however many they are; only shared pages are counted one by one.
 
     >>> pool = PagePool(pages=8, page_tokens=16)
@@ -974,9 +984,10 @@ def recompute_seconds(
     """
     prefix = whole("prefix", prefix)
     flop_per_token = 2 * number("n_params", n_params)
+    width = whole("q_heads", q_heads, least=1) * whole("head_dim", head_dim, least=1)
+    per_earlier_token = 4 * whole("layers", layers, least=1) * width
     if truth("attention", attention):
-        width = whole("q_heads", q_heads, least=1) * whole("head_dim", head_dim, least=1)
-        flop_per_token += 4 * whole("layers", layers, least=1) * width * prefix / 2
+        flop_per_token += per_earlier_token * prefix / 2
     flop_per_s = number("flops_per_gpu", flops_per_gpu) * whole("tp", tp, least=1)
     return prefix * flop_per_token / (flop_per_s * number("mfu", mfu, most=1))
 
@@ -1148,7 +1159,7 @@ class Scheduler:
         # `start` is such that the sequence is start + step tokens long at the end of a step.
         self.running: dict[int, tuple[int, int, int]] = {}
         # Which of them take a page at the end of step n, by n % page_tokens.
-        self.growing: defaultdict[int, dict[int, None]] = defaultdict(dict)
+        self.growing: dict[int, dict[int, None]] = {}
         self.finishing: list[tuple[int, int]] = []  # a heap of (step, number); may be outdated
         self.step = self.admitted = self.held = self.peak = 0
         self.generated = self.prefilled = self.reprefilled = self.preempted = 0
@@ -1170,7 +1181,7 @@ class Scheduler:
             self.admitted += 1
             start = tokens + 1 - self.step
             self.running[self.admitted] = (prompt, output, start)
-            self.growing[-start % self.page_tokens][self.admitted] = None
+            self.growing.setdefault(-start % self.page_tokens, {})[self.admitted] = None
             heapq.heappush(self.finishing, (prompt + output - start, self.admitted))
 
     def skip(self) -> None:
@@ -1178,21 +1189,21 @@ class Scheduler:
         while self.finishing[0][1] not in self.running:
             heapq.heappop(self.finishing)
         last = self.finishing[0][0]
-        # How long until each group grows, and how many it is; in `page_tokens` steps all grow once.
-        groups = sorted(
-            ((phase - self.step) % self.page_tokens, len(group))
-            for phase, group in self.growing.items()
-        )
         rounds, rest = divmod(last - self.step, self.page_tokens)
-        growth = rounds * len(self.running) + sum(n for wait, n in groups if wait < rest)
+        waits = [
+            ((phase - self.step) % self.page_tokens, len(group))  # until a group grows, its size
+            for phase, group in self.growing.items()
+        ]
+        growth = rounds * len(self.running) + sum(n for wait, n in waits if wait < rest)
         free = self.pages - self.held
         if growth <= free:
             self.step = last
-        else:
+        else:  # in `page_tokens` steps all of them grow once: find the round, and the group in it
+            waits.sort()
             rounds, rest = divmod(free, len(self.running))
-            grown = [0, *accumulate(n for _, n in groups)]
-            i = bisect_right(grown, rest) - 1  # the first group for which too few are left
-            self.step += rounds * self.page_tokens + groups[i][0]
+            grown = [0, *accumulate(n for _, n in waits)]
+            i = bisect_right(grown, rest) - 1
+            self.step += rounds * self.page_tokens + waits[i][0]
             growth = rounds * len(self.running) + grown[i]
         self.held += growth
         self.peak = max(self.peak, self.held)
@@ -1207,21 +1218,28 @@ class Scheduler:
 
     def grow(self) -> None:
         """Give a page to each that needs one, oldest first; with none left, preempt the newest."""
-        for sequence in list(self.growing[self.step % self.page_tokens]):
-            while sequence in self.running and self.held == self.pages:
-                self.peak = self.pages
-                newest = next(reversed(self.running))
-                self.waiting.appendleft(self.stop(newest))
-                self.preempted += 1
-            if sequence in self.running:
-                self.held += 1
+        needing = self.growing.get(self.step % self.page_tokens, {})
+        if len(needing) <= self.pages - self.held:
+            self.held += len(needing)
+        else:
+            for sequence in list(needing):
+                while sequence in self.running and self.held == self.pages:
+                    self.peak = self.pages
+                    newest = next(reversed(self.running))
+                    self.waiting.appendleft(self.stop(newest))
+                    self.preempted += 1
+                if sequence in self.running:
+                    self.held += 1
         self.peak = max(self.peak, self.held)
         self.step += 1
 
     def stop(self, sequence: int) -> tuple[int, int, int]:
         """Take a sequence off the GPU and its pages with it; (prompt, output, generated)."""
         prompt, output, start = self.running.pop(sequence)
-        del self.growing[-start % self.page_tokens][sequence]
+        phase = -start % self.page_tokens
+        del self.growing[phase][sequence]
+        if not self.growing[phase]:
+            del self.growing[phase]
         tokens = start + self.step
         self.held -= -(-tokens // self.page_tokens)
         return prompt, output, tokens - prompt
@@ -1828,16 +1846,21 @@ def questions(s: Parts) -> list[Question]:
     ]  # fmt: skip
 
 
-NUMBER = r"(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?"
-GUESS = re.compile(rf"({NUMBER}(?:\s*[*/]\s*{NUMBER})*)\s*(%|[a-z]+(?:/s)?)?", re.ASCII)
+NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?"
+GUESS = re.compile(  # not the 4 of "TP4", but the 6 of "x6"; a product or quotient; a unit
+    rf"(?<![a-wyz0-9.])({NUMBER}(?:\s*[*/]\s*{NUMBER})*)\s*(%|[a-z]+(?:/s)?)?"
+)
 
 
 def guess_of(typed: str, question: Question) -> float | None:
     """The guess in the unit of the answer; None if that is not one number with a known unit."""
     bits = re.sub(r"(?<=[kMGT])b(?=ps|/s)", "bit", typed).lower().replace("ps", "/s")
     plain = re.sub(r"(?<=\d)[,_ ](?=\d{3}(?!\d))", "", bits).replace(",", ".")
+    plain = re.sub(r"[. ]*\b(?:yes|no)\b", "", plain)
     found = GUESS.search(plain)
-    if not found or "-" in plain[: found.start()] or re.search(r"\W\d", plain[found.end() :]):
+    if not found or set(plain[: found.start()]) & {"-", "\u2212"}:
+        return None
+    if re.search(r"\W\d", plain[found.end() :]):
         return None
     guess, unit = 1.0, found[2] or ""
     for operator_, factor in re.findall(rf"([*/]?)\s*({NUMBER})", found[1]):
@@ -1872,7 +1895,10 @@ def ask(text: str, first: str) -> str:
     """Print a question and return the line typed in answer; EOFError at the end of input."""
     print(wrapped(text, first))
     print("     your guess: ", end="", flush=True)
-    typed = sys.stdin.readline() if sys.stdin is not None else ""
+    try:
+        typed = sys.stdin.readline() if sys.stdin is not None else ""
+    except (OSError, ValueError):  # a terminal that has gone, or input in no known encoding
+        typed = ""
     if not typed:
         raise EOFError
     if not sys.stdin.isatty():
@@ -1881,9 +1907,10 @@ def ask(text: str, first: str) -> str:
 
 
 def no_or_yes(typed: str) -> bool | None:
-    """False for no, True for yes, None for neither."""
-    said = set(re.findall(r"[a-z]+", typed.lower())) & {"n", "no", "not", "y", "yes"}
-    return None if not said else not said & {"n", "no", "not"}
+    """False for no, True for yes, None for neither, or for "no idea" and "not sure"."""
+    said = set(re.findall(r"[a-z]+", typed.lower()))
+    yes, no = said & {"y", "yes"}, said & {"n", "no"}
+    return None if said & {"idea", "sure"} or bool(yes) == bool(no) else bool(yes)
 
 
 def predict(s: Parts) -> int:
@@ -1993,7 +2020,7 @@ def model_table(path: str, s: Parts) -> None:
     """Print block 1's table for the config.json at `path` (-: standard input), or UsageError."""
     try:
         if path == "-":
-            text = sys.stdin.buffer.read() if sys.stdin is not None else b""
+            text = getattr(sys.stdin, "buffer", sys.stdin).read() if sys.stdin else b""
         else:
             with open(path, "rb") as file:
                 text = file.read()
@@ -2002,8 +2029,8 @@ def model_table(path: str, s: Parts) -> None:
         sizes = {context: s["kv_bytes"](config, context) for context in CONTEXTS}
     except OSError as error:
         raise UsageError(f"--model {path}: {error.strerror}") from None
-    except RecursionError:
-        raise UsageError(f"--model {path}: nested too deeply") from None
+    except (MemoryError, RecursionError):
+        raise UsageError(f"--model {path}: too large or nested too deeply") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"--model {path}: not JSON: {error}") from None
     except (TypeError, ValueError) as error:
@@ -2045,6 +2072,12 @@ def run(mode: argparse.Namespace) -> int:
     return 0
 
 
+def flush() -> None:
+    """Write out what was printed, unless there was nothing to print on from the start."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
 def write_off(stream: Any) -> None:
     """Close a stream that cannot be written, or Python tries once more at exit, and complains."""
     with contextlib.suppress(OSError):
@@ -2066,13 +2099,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             status = run(parse(argv))
+            flush()
         except UsageError as error:
             complain(error)
             status = 2
         except KeyboardInterrupt:
             status = 130
-        if sys.stdout is not None:  # closed before we started: there is nothing to print on
-            sys.stdout.flush()
+            flush()
+    except KeyboardInterrupt:  # once more, while the last lines were written
+        status = 130
     except OSError as error:
         write_off(sys.stdout)
         if isinstance(error, BrokenPipeError):  # whoever read has seen enough
@@ -2085,4 +2120,7 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
+    exit_status = main()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(exit_status)

@@ -614,13 +614,15 @@ class Serving(unittest.TestCase):
             ("len(self.running) < self.max_running", "len(self.running) <= self.max_running"),
             ("self.waiting.popleft()", "self.waiting.pop()"),
             ("            if generated:\n", "            if True:\n"),
-            ("n for wait, n in groups if wait < rest", "n for wait, n in groups if wait <= rest"),
+            ("n for wait, n in waits if wait < rest", "n for wait, n in waits if wait <= rest"),
             ("if growth <= free:", "if growth < free:"),
             ("bisect_right(grown, rest) - 1", "bisect_right(grown, rest) - 2"),
             ("self.held == self.pages:", "self.held >= self.pages - 1:"),
             ("next(reversed(self.running))", "next(iter(self.running))"),
             ("self.waiting.appendleft(", "self.waiting.append("),
-            ("in list(self.growing[", "in reversed(self.growing["),
+            ("for sequence in list(needing)", "for sequence in reversed(list(needing))"),
+            ("if len(needing) <= self.pages - self.held", "if len(needing) <= self.pages"),
+            ("            waits.sort()\n", ""),
             ("held -= -(-tokens // self.page_tokens)", "held -= tokens // self.page_tokens"),
             ("return prompt, output, tokens - prompt", "return prompt, output, 0"),
             ("least=0, most=1) * pages)", "least=0, most=1) * pages + 0.999)"),
@@ -630,6 +632,14 @@ class Serving(unittest.TestCase):
                 stop_after(module.Scheduler, 2000)
                 bitten = self.disagreements(module.serve, random_servings(7, 250))
                 self.assertTrue(bitten, "no serving comes out differently")
+
+    def test_groups_that_are_empty_are_forgotten(self):
+        # Otherwise each event would walk through one group for every length there ever was.
+        scheduler = lesson.Scheduler([(i, 1) for i in range(99)], 1, 1000, 0, 1)
+        while scheduler.waiting or scheduler.running:
+            for step in (scheduler.admit, scheduler.skip, scheduler.finish, scheduler.grow):
+                step()
+            self.assertLessEqual(len(scheduler.growing), 1)
 
     def test_a_cap_of_one_serves_one_by_one(self):
         served = lesson.serve(self.chat[:50], self.PAGES, max_running=1)
@@ -659,6 +669,7 @@ LLAMA_8B = shape(32, 32, 8, 4096)
 QWEN_7B = shape(
     28, 28, 4, 3584, use_sliding_window=False, sliding_window=131_072, max_window_layers=28
 )
+MHA = shape(32, 32, None, 4096)
 GPT_OSS = shape(
     24, 64, 8, 2880, head_dim=64, sliding_window=128,
     layer_types=["sliding_attention", "full_attention"] * 12,
@@ -687,6 +698,9 @@ PER_TOKEN = {  # model: (config, bytes a token)
     "Qwen3-Next 80B": (QWEN3_NEXT, 12 * 2 * 2 * 256 * 2),
     "Falcon 7B": (FALCON_7B, 32 * 2 * 64 * 2),
     "Falcon 7B, as its config has it": ({**FALCON_7B, "num_kv_heads": 71}, 32 * 2 * 64 * 2),
+    "ChatGLM, groups not in use": (
+        {**MHA, "multi_query_attention": False, "multi_query_group_num": 2}, 512 * K
+    ),
     "MQA said twice": ({**FALCON_7B, "num_kv_heads": 1}, 32 * 2 * 64 * 2),
     "Gemma 3 12B, head_dim not given": (
         shape(48, 16, 8, 3840, sliding_window=1024, model_type="gemma3_text"),
@@ -801,7 +815,13 @@ UNCLEAR = [  # a config, and how the message must begin
     ({**LLAMA_8B, "num_kv_heads": 4}, "num_key_value_heads = 8 contradicts num_kv_heads = 4"),
     ({**LLAMA_8B, "n_layer": 31}, "num_hidden_layers = 32 contradicts n_layer = 31"),
     ({**LLAMA_8B, "multi_query": True}, "num_key_value_heads = 8 contradicts multi_query"),
+    ({**LLAMA_8B, "multi_query": "false"}, "multi_query must be True or False, not 'false'"),
+    ({**LLAMA_8B, "use_sliding_window": "no"}, "use_sliding_window must be True or False"),
+    ({**MHA, "multi_query_attention": 0}, "multi_query_attention must be True or False, not 0"),
+    ({**MHA, "multi_query_attention": True}, "config lacks num_key_value_heads"),
     ({**LLAMA_8B, "torch_dtype": None}, "config lacks torch_dtype"),
+    ({**LLAMA_8B, "torch_dtype": "float16_bogus"}, "torch_dtype = 'float16_bogus' is not supp"),
+    ({**LLAMA_8B, "torch_dtype": [[2]]}, "torch_dtype = [[2]] is not supported"),
     ({**LLAMA_8B, "torch_dtype": "int3"}, "torch_dtype = 'int3' is not supported"),
     ({**LLAMA_8B, "dtype": "float32"}, "torch_dtype = 'bfloat16' contradicts dtype = 'float32'"),
     ({**DEEPSEEK_V3, "qk_rope_head_dim": None}, "config lacks qk_rope_head_dim"),
@@ -867,7 +887,7 @@ class Configs(unittest.TestCase):
         for bug in (
             ("return hidden // heads", "return hidden // heads * 2"),
             ('name = spelling(config, "head_dim", "kv_channels")', 'name = "kv_channels"'),
-            ("kv_heads = heads if config.get(name) is None else", "kv_heads = heads if 1 else"),
+            ("kv_heads = heads if absent else", "kv_heads = heads if True else"),
             ("per_layer = latent * size", "per_layer = 2 * latent * size"),
             (' + dimension(config, "qk_rope_head_dim")', ""),
             ("if (i + 1) % n else", "if i % n else"),
@@ -875,7 +895,7 @@ class Configs(unittest.TestCase):
             ('"linear_attention": NO_KV', '"linear_attention": FULL'),
             ('"sliding_attention": SLIDING', '"sliding_attention": FULL'),
             ("min(tokens, dimension", "max(tokens, dimension"),
-            (' and not config.get("new_decoder_architecture")', ""),
+            (' and not flag(config, "new_decoder_architecture")', ""),
             ('"gemma3_text": 6', '"gemma3_text": 5'),
             ("        if config.get(spelling(text, *DTYPE_NAMES)) is None:", "        if True:"),
             ("outer, config = config, dict(text)", "outer = config"),
@@ -942,6 +962,7 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
     (lambda: lesson.break_even(mfu=1.1), ValueError, "mfu must be from 1e-30 to 1, not 1.1"),
     (lambda: lesson.break_even(prefix=0), ValueError, "prefix must be from 1 to"),
     (lambda: lesson.break_even(attention=True, layers=0), ValueError, "layers must be from 1 to"),
+    (lambda: lesson.break_even(layers="x"), TypeError, "layers must be a whole number, not 'x'"),
     (lambda: lesson.break_even(attention=True, q_heads=0), ValueError, "q_heads must be from 1 to"),
     (lambda: lesson.break_even(attention=True, head_dim=0), ValueError, "head_dim must be from 1"),
     (lambda: lesson.recompute_seconds("9", attention=True), TypeError, "prefix must be a whole"),
@@ -1624,7 +1645,7 @@ class CommandLine(unittest.TestCase):
             ("89%", "0.89", "89.0 percent"),
             (
                 "9.26 GB/s", "9.26", "9260 MB/s", "9.26GB/s, no", "8.63 GiB/s", "74 Gbit/s",
-                "74 Gbps", "9.26 GBps", "74 Gb/s", "9.26 gb/s at TP4",
+                "74 Gbps", "9.26 GBps", "74 Gb/s", "9.26 no", "9.26 gb/s at TP4",
             ),
         )):  # fmt: skip
             for typed_guess in guesses:
@@ -1636,6 +1657,13 @@ class CommandLine(unittest.TestCase):
                 "1/0", "5-10", "200-400 KB", "1 in 4",
             ):  # fmt: skip
                 self.assertIsNone(lesson.guess_of(odd, questions[i]), odd)
+
+    def test_predict_reads_no_and_yes(self):
+        for said, meant in (
+            ("no", False), ("N\n", False), ("No!", False), ("9.3 GB/s, no", False), ("yes", True),
+            ("y", True), ("", None), ("no idea", None), ("not sure", None), ("yes no", None),
+        ):  # fmt: skip
+            self.assertIs(lesson.no_or_yes(said), meant, said)
 
     def test_predict_says_how_far_off_and_what_to_read(self):
         status, printed = call_main(
