@@ -2080,8 +2080,9 @@ def flush() -> None:
 
 def write_off(stream: Any) -> None:
     """Close a stream that cannot be written, or Python tries once more at exit, and complains."""
-    with contextlib.suppress(OSError):
-        stream.close()
+    with contextlib.suppress(OSError, KeyboardInterrupt):
+        if stream is not None:
+            stream.close()
 
 
 def complain(message: object) -> None:
@@ -2107,7 +2108,8 @@ def main(argv: list[str] | None = None) -> int:
             status = 130
             flush()
     except KeyboardInterrupt:  # once more, while the last lines were written
-        status = 130
+        write_off(sys.stdout)
+        return 130
     except OSError as error:
         write_off(sys.stdout)
         if isinstance(error, BrokenPipeError):  # whoever read has seen enough

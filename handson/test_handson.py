@@ -1757,6 +1757,10 @@ class CommandLine(unittest.TestCase):
     def test_ctrl_c(self):
         with mock.patch.object(lesson, "assembly", side_effect=KeyboardInterrupt):
             self.assertEqual(call_main("--quiet"), (130, ""))
+        for stdout in (io.StringIO(), None):  # pressed again and again, while it writes
+            flush = mock.patch.object(lesson, "flush", side_effect=KeyboardInterrupt)
+            with flush, contextlib.redirect_stdout(stdout):
+                self.assertEqual(lesson.main(["--help"]), 130)
 
     def test_verify_does_not_need_assert(self):
         for flag in ("-O", "-OO"):
