@@ -854,7 +854,8 @@ class Configs(unittest.TestCase):
 
     def test_dtypes(self):
         for name, size in (
-            ("float64", 8), ("float32", 4), ("float16", 2), ("torch.bfloat16", 2), ("float8_e4m3fn", 1), ("fp8", 1)
+            ("float64", 8), ("float32", 4), ("float16", 2), ("torch.bfloat16", 2),
+            ("float8_e4m3fn", 1), ("fp8", 1),
         ):  # fmt: skip
             config = {**LLAMA_8B, "torch_dtype": name}
             self.assertEqual(lesson.kv_bytes(config), 64 * K * size)
