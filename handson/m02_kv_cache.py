@@ -479,8 +479,9 @@ def kv_bytes(config: Mapping[str, Any], tokens: int = 1, dtype_bytes: int | None
 CONTEXTS = (1024, 4096, 32_768, 131_072)
 
 
-def context_table(gib_of: Callable[[int], float]) -> None:
-    """Print what a sequence of each length in CONTEXTS holds: `gib_of(tokens)` GiB."""
+def price_list(per_token: int, gib_of: Callable[[int], float]) -> None:
+    """Print the bytes of a token, and the `gib_of(tokens)` GiB of each length in CONTEXTS."""
+    print(f"  = {per_token:,} B/token = {per_token / 1024:,.10g} KiB per token\n")
     print("     context   KV per sequence   % of a replica")
     for context in CONTEXTS:
         gib = gib_of(context)
@@ -495,9 +496,7 @@ def b1(s: Parts, show: bool) -> Parts:
             f"  2 (K and V) x {LAYERS} layers x {KV_HEADS} kv-heads"
             f" x {HEAD_DIM} head-dim x {DTYPE} B"
         )
-        print(f"  = {KV_PER_TOKEN:,} B/token = {KV_PER_TOKEN // 1024} KiB per token")
-        print()
-        context_table(kv_gib)
+        price_list(KV_PER_TOKEN, kv_gib)
         say(
             f"""Weights are paid for once; this is paid again by every token of every sequence, for
             as long as the sequence runs. After weights and buffers, a replica of 4 x H100 has
@@ -618,6 +617,11 @@ def b2(s: Parts, show: bool) -> Parts:
 # ----------------------------------------------------------------------- block 3: paged allocation
 
 
+def pages_for(tokens: int, page_tokens: int) -> int:
+    """How many pages of `page_tokens` tokens hold `tokens` tokens; the last may be partly empty."""
+    return -(-tokens // page_tokens)
+
+
 class OutOfPages(Exception):
     """The pool has too few free pages. The call that raised this has changed nothing."""
 
@@ -728,7 +732,7 @@ class PagePool:
         sequence.pool, sequence.table, sequence.tokens = None, [], 0
 
     def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_tokens)
+        return pages_for(tokens, self.page_tokens)
 
     def _own(self, sequence: Sequence) -> None:
         if not isinstance(sequence, Sequence):
@@ -1080,8 +1084,8 @@ def b5(s: Parts, show: bool) -> Parts:
             of the three moves the verdict. Prefill never reaches the peak: below
             {drive / threshold:.1%} MFU (the share of the peak that is reached) one {drive} GB/s
             drive wins, and at 50% the bar is {break_even(mfu=0.5):.2f} GB/s. Two such drives,
-            striped, clear it at any MFU. And attention costs more the longer the prefix, so that
-            with it the length does not cancel:"""
+            striped, give {2 * drive} GB/s and clear it at any MFU. And attention costs more the
+            longer the prefix, so that with it the length does not cancel:"""
         )
         print("\n      prefix   break-even BW with attention")
         for prefix in (1024, 4096, 16_384, 32_768, 131_072):
@@ -1169,7 +1173,7 @@ class Scheduler:
         while self.waiting and len(self.running) < self.max_running:
             prompt, output, generated = self.waiting[0]
             tokens = prompt + generated
-            need = tokens // self.page_tokens + 1
+            need = pages_for(tokens + 1, self.page_tokens)
             headroom = self.headroom if self.running else 0
             if self.held + need + headroom > self.pages:
                 return
@@ -1241,7 +1245,7 @@ class Scheduler:
         if not self.growing[phase]:
             del self.growing[phase]
         tokens = start + self.step
-        self.held -= -(-tokens // self.page_tokens)
+        self.held -= pages_for(tokens, self.page_tokens)
         return prompt, output, tokens - prompt
 
 
@@ -1443,7 +1447,7 @@ class Claim(NamedTuple):
 
 
 def claims(s: Parts) -> Iterator[Claim]:
-    """The 14 claims, derived from scratch. Mechanisms are called in the lambdas and nowhere else.
+    """The 14 claims, derived from scratch. Mechanisms are called when a lambda asks, not before.
 
     The lesson and this function share the definitions of the two workloads and nothing more.
     """
@@ -2036,8 +2040,7 @@ def model_table(path: str, s: Parts) -> None:
     except (TypeError, ValueError) as error:
         raise UsageError(f"--model {path}: {error}") from None
     print(f"  {ascii_line(path)}")
-    print(f"  = {per_token:,} B/token = {per_token / 1024:,.10g} KiB per token\n")
-    context_table(lambda context: sizes[context] / GIB)
+    price_list(per_token, lambda context: sizes[context] / GIB)
     if sizes[CONTEXTS[-1]] < CONTEXTS[-1] * per_token:
         say("Its sliding-window layers stop growing at their window, so later tokens cost less.")
     say(

@@ -607,7 +607,7 @@ class Serving(unittest.TestCase):
 
     def test_every_bug_in_it_is_seen(self):
         for old, new in (
-            ("tokens // self.page_tokens + 1", "-(-tokens // self.page_tokens)"),
+            ("pages_for(tokens + 1, self", "pages_for(tokens, self"),
             ("tokens = prompt + generated", "tokens = prompt"),
             ("self.headroom if self.running else 0", "self.headroom"),
             ("need + headroom > self.pages", "need + headroom >= self.pages"),
@@ -623,7 +623,7 @@ class Serving(unittest.TestCase):
             ("for sequence in list(needing)", "for sequence in reversed(list(needing))"),
             ("if len(needing) <= self.pages - self.held", "if len(needing) <= self.pages"),
             ("            waits.sort()\n", ""),
-            ("held -= -(-tokens // self.page_tokens)", "held -= tokens // self.page_tokens"),
+            ("held -= pages_for(tokens, self", "held -= pages_for(tokens - 1, self"),
             ("return prompt, output, tokens - prompt", "return prompt, output, 0"),
             ("least=0, most=1) * pages)", "least=0, most=1) * pages + 0.999)"),
         ):  # fmt: skip
