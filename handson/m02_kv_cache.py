@@ -361,12 +361,12 @@ def b2(s: Parts, show: bool) -> Parts:
         }
         wasted = ", ".join(f"{row.waste:.1%} at {reserve:,}" for reserve, row in cut.items())
         say(f"Cut off at the reservation, sequences leave unused: {wasted}.")
-        over = gib(budget_tokens() - sweep[32_768].held_tokens)
+        rest = KV_BUDGET_GIB - gib(sweep[32_768].held_tokens)
         say(
             f"""Three wastes, by their names: reserved is what waits for tokens still to come,
             internal what no token will ever use, external what is free in holes too small for
             anybody. Here nearly all is internal; slots of one size leave only a rest
-            ({over:.1f} GiB at 32,768)."""
+            ({rest:.1f} GiB at 32,768)."""
         )
         say(
             f"""So there is no good setting. A reservation large enough to be safe is mostly empty,
@@ -467,14 +467,10 @@ class PagePool:
         A page is taken only when the last one is full. If the last one has room but is shared, it
         is copied first, and the copy is written: copy-on-write.
         """
-        if (
-            n.__class__ is not int
-            or n < 0
-            or sequence.__class__ is not Sequence
-            or (sequence.pool is not self)
-        ):
+        if n.__class__ is not int or n < 0:
             n = whole("n", n)
-            self._own(sequence)
+        if getattr(sequence, "pool", None) is not self:
+            self._refuse(sequence)
         table = sequence.table
         room = len(table) * self.page_tokens - sequence.tokens
         copies = 1 if n and room and self._sharers[table[-1]] else 0
@@ -488,7 +484,8 @@ class PagePool:
 
     def fork(self, sequence: Sequence, tokens: int) -> Sequence:
         """A new sequence that shares the first `tokens` tokens of `sequence`. Copies nothing."""
-        self._own(sequence)
+        if getattr(sequence, "pool", None) is not self:
+            self._refuse(sequence)
         tokens = whole("tokens", tokens, most=sequence.tokens)
         table = sequence.table[: pages_for(tokens, self.page_tokens)]
         for page in table:
@@ -497,7 +494,8 @@ class PagePool:
 
     def release(self, sequence: Sequence) -> None:
         """End `sequence`: the pages that no other table holds are free again."""
-        self._own(sequence)
+        if getattr(sequence, "pool", None) is not self:
+            self._refuse(sequence)
         shared = 0
         for page in sequence.table:
             if not self._sharers[page]:
@@ -524,14 +522,13 @@ class PagePool:
         self.free -= n
         return taken
 
-    def _own(self, sequence: Sequence) -> None:
-        """Refuse what is not a sequence of this pool."""
+    def _refuse(self, sequence: Any) -> NoReturn:
+        """Say why `sequence` is none of this pool's."""
         if not isinstance(sequence, Sequence):
             raise TypeError(f"sequence must come from this pool, not {shown(sequence)}")
         if sequence.pool is None:
             raise ValueError("sequence was released before")
-        if sequence.pool is not self:
-            raise ValueError(f"sequence belongs to another pool: {shown(sequence)}")
+        raise ValueError(f"sequence belongs to another pool: {shown(sequence)}")
 
 
 def paged(

@@ -14,6 +14,7 @@ import csv
 import doctest
 import functools
 import glob
+import importlib.util
 import inspect
 import io
 import itertools
@@ -24,7 +25,6 @@ import pickle
 import random
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -86,17 +86,12 @@ def call(function, *args):
     return result, printed.getvalue()
 
 
-def edited(*changes):
-    """The lesson as a module of its own, after textual changes: (old, new), each exactly once."""
-    with open(SCRIPT, encoding="utf-8") as file:
-        source = file.read()
-    for old, new in changes:
-        if source.count(old) != 1:
-            raise AssertionError(f"{source.count(old)} times in the script: {old!r}")
-        source = source.replace(old, new)
-    module = types.ModuleType("edited")
-    with mock.patch.dict(sys.modules, {"edited": module}):
-        exec(compile(source, SCRIPT, "exec", dont_inherit=True), module.__dict__)
+def another_copy():
+    """The lesson as a second module, which shares nothing with the first."""
+    spec = importlib.util.spec_from_file_location("another_copy", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    with mock.patch.dict(sys.modules, {"another_copy": module}):
+        spec.loader.exec_module(module)
     return module
 
 
@@ -688,8 +683,10 @@ class Serving(unittest.TestCase):
         twice = functools.partial(lesson.step_seconds, kv_per_token=2 * lesson.KV_PER_TOKEN)
         slower = lesson.serve(requests, 9, 4, step_seconds=twice)
         self.assertLess(slower.tokens_per_s, lesson.serve(requests, 9, 4).tokens_per_s)
-        for wrong, error in ((0, ValueError), (-1.0, ValueError), (math.nan, ValueError),
-                             (math.inf, ValueError), ("1", TypeError), (None, TypeError)):  # fmt: skip
+        for wrong, error in (
+            (0, ValueError), (-1.0, ValueError), (math.nan, ValueError), (math.inf, ValueError),
+            ("1", TypeError), (None, TypeError),
+        ):  # fmt: skip
             with self.assertRaisesRegex(error, "what step_seconds returns must be"):
                 lesson.serve(requests, 9, 4, step_seconds=lambda *of, wrong=wrong: wrong)
 
@@ -1630,6 +1627,36 @@ class TheLesson(unittest.TestCase):
             if lesson.__doc__ is not None:
                 self.assertTrue(inspect.getdoc(mechanism), name)
 
+    def test_the_names_that_a_star_brings(self):
+        brought = {}
+        exec("from m02_kv_cache import *", brought)
+        del brought["__builtins__"]
+        types_met = {"Allocation", "Sequence", "Served"}
+        constants = {
+            "GIB", "LAYERS", "KV_HEADS", "HEAD_DIM", "DTYPE", "Q_HEADS", "KV_PER_TOKEN",
+            "KV_BUDGET_GIB", "N_PARAMS", "DENSE_FLOPS_PER_GPU", "TIERS",
+        }  # fmt: skip
+        own = {"parts", "assembly", "verify"}
+        self.assertEqual(set(brought), {*lesson.parts(), *types_met, *constants, *own})
+
+    def test_the_machinery_stands_behind_the_lesson(self):
+        with open(SCRIPT, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+        (end,) = (i for i, line in enumerate(lines, 1)
+                  if line.startswith("#") and "the lesson ends here" in line)  # fmt: skip
+
+        def line_of(function):
+            return inspect.getsourcelines(inspect.unwrap(function))[1]
+
+        blocks = [line_of(block.run) for block in lesson.BLOCKS.values()]
+        ordered = [line_of(lesson.seq_lengths), line_of(lesson.block), *blocks]
+        ordered += [line_of(lesson.assembly), line_of(lesson.parts), end]
+        ordered += [line_of(x) for x in (lesson.verify, lesson.predict, lesson.main)]
+        self.assertEqual(ordered, sorted(ordered))
+        for name, mechanism in lesson.parts().items():
+            if name != "kv_bytes":  # the reader of config.json is not part of the argument
+                self.assertLess(line_of(mechanism), end, name)
+
     def test_prerequisites(self):
         needs = {n: lesson.prerequisites(n) for n in range(1, 7)}
         self.assertEqual(needs, {1: [], 2: [1], 3: [1, 2], 4: [1, 2, 3], 5: [1], 6: [1, 2, 3, 5]})
@@ -1652,6 +1679,7 @@ class TheLesson(unittest.TestCase):
             (3, "paged", lambda requests, page=16: lesson.Allocation(7777, 10**6, 10**5)),
             (4, "shared_prefix", lambda *args, **kwargs: lesson.Allocation(7777, 10**6, 10**5)),
             (5, "break_even", lambda *args, **kwargs: 77.77),
+            (6, "serve", lambda *args, **kwargs: lesson.Served(7, 7, 7, 7, 7, 7, 77.7, 0.7, 7, 7)),
         ):
             run_block, parts = lesson.BLOCKS[n].run, lesson.parts()
             _, before = call(run_block, parts, True)
@@ -1666,7 +1694,7 @@ class TheLesson(unittest.TestCase):
 
     def test_the_assembly_is_wired_from_the_parts_alone(self):
         # The parts of another copy of the file, while this one's mechanisms are out of order.
-        parts, forbidden = edited().parts(), mock.Mock(side_effect=AssertionError)
+        parts, forbidden = another_copy().parts(), mock.Mock(side_effect=AssertionError)
         expected = call(lesson.assembly, parts)
         with mock.patch.multiple(lesson, **dict.fromkeys(lesson.parts(), forbidden)):
             self.assertEqual(call(lesson.assembly, parts), expected)
