@@ -3,9 +3,9 @@
 
 To generate a token, a transformer attends to the keys and values of all the tokens before it. A
 server keeps them instead of computing them again: the KV cache. The weights are read once a step,
-for all sequences together; KV belongs to one sequence and grows with every token. So it is KV, and
-not the weights, that decides how many sequences run at once. This file builds that argument in six
-blocks, each of them one formula:
+for all sequences together; KV belongs to one sequence and grows with every token. So once the
+weights are loaded, KV memory bounds how many sequences run at once. Six blocks build that argument,
+up to what the bound is worth. Their formulas:
 
     1  KV of a token    2 x layers x KV heads x head_dim x bytes a value
     2  slots            KV budget // (tokens reserved x KV of a token)
@@ -73,8 +73,7 @@ Q_HEADS = 64  # what KV_HEADS would be without GQA
 N_PARAMS = 70e9
 # KV_PER_TOKEN follows from these: block 1 derives it.
 
-# A replica is 4 x H100-80G. What they show, less the fp16 weights, less activations, CUDA graphs
-# and communication buffers, is left for KV: block 1 prints the sum.
+# What 4 x H100-80G have left for KV, after fp16 weights, activations and buffers: see block 1.
 KV_BUDGET_GIB = 172.5
 
 # H100 SXM, BF16, dense. The datasheet's 1,979e12 counts 2:4 sparsity, which no LLM here has.
@@ -247,23 +246,25 @@ def b1(s: Parts, show: bool) -> Parts:
         price_list(KV_PER_TOKEN, kv_gib)
         say(
             f"""A layer computes a key and a value vector of each token, and every later token
-            attends to them. So they are kept, in every layer: for as long as its sequence runs, a
-            token occupies {KV_PER_TOKEN // 1024} KiB, and {1 / budget_share(kv_gib(131_072)):.1f}
-            requests of 128k tokens fill the replica, whatever its GPUs could still compute."""
+            attends to them; so they are kept, in every layer. As long as its sequence runs, a token
+            occupies {KV_PER_TOKEN // 1024} KiB. {1 / budget_share(kv_gib(131_072)):.1f} requests of
+            128k tokens fill the replica's KV budget, whatever its GPUs could still compute."""
         )
-        shown_gib, weights = GPUS * GPU_GIB, N_PARAMS * DTYPE / GIB
+        visible, weights = GPUS * GPU_GIB, N_PARAMS * DTYPE / GIB
+        rest = visible - weights - KV_BUDGET_GIB
         say(
-            f"""The budget is a remainder: {GPUS} x H100 show {shown_gib:.1f} GiB, fp16 weights take
-            {weights:.1f}, and {shown_gib - weights - KV_BUDGET_GIB:.1f} are left to activations,
-            CUDA graphs and communication buffers. (An engine that may use 92% of each card, as vLLM
-            does by default, has {0.92 * shown_gib - weights:.1f} GiB for activations and KV.)"""
+            f"""That budget, {KV_BUDGET_GIB} GiB, is given: {GPUS} x H100 show {visible:.1f} GiB and
+            fp16 weights take {weights:.1f}, so {rest:.1f} are left for activations, CUDA graphs and
+            communication buffers. vLLM by default uses 92% of each card; with the same {rest:.1f}
+            it would have {0.92 * visible - weights - rest:.1f} for KV."""
         )
         without_gqa = kv_bytes_per_token(LAYERS, Q_HEADS, HEAD_DIM, DTYPE)
         say(
             f"""GQA is why it is not worse: with a KV head for each of the {Q_HEADS} query heads a
             token would cost {without_gqa // 1024:,} KiB, {without_gqa // KV_PER_TOKEN}x as much.
-            (A what-if: Llama-2 70B has {KV_HEADS} KV heads too.) --model config.json prints this
-            table for another model; kv_bytes knows wide heads, latents and sliding windows."""
+            (A what-if: Llama-2 70B has {KV_HEADS} KV heads too.) For another model, --model
+            config.json prints this table; kv_bytes also reads models that keep less than two
+            vectors of every token for each head."""
         )
     return {
         "kv_bytes_per_token": kv_bytes_per_token,
@@ -346,33 +347,33 @@ def b2(s: Parts, show: bool) -> Parts:
                 f"{gib(row.logical_tokens):>13.1f} GiB{row.waste:>9.1%}"
             )
         misfits = "; ".join(
-            f"{row.misfits} of {row.batch} at {reserve:,}" for reserve, row in sweep.items()
+            f"{row.misfits} of {row.batch} ({row.misfits / row.batch:.0%}) at {reserve:,}"
+            for reserve, row in sweep.items()
         )
         small = contiguous(requests, 512)
         say(
-            f"""The table flatters small reservations, for it admits a sequence whether or not it
-            fits. Longer than what is reserved for them are {misfits}. At 512 tokens the "waste" is
-            {small.waste:.0%}: the {small.batch:,} admitted need
-            {small.logical_tokens / small.held_tokens:.2f}x the memory that is there."""
+            f"""A reservation is for prompt and answer together. The table flatters small ones, for
+            a sequence is admitted whether or not it fits. Longer than what is reserved for them are
+            {misfits}. At 512 tokens the "waste" is {small.waste:.0%}: the {small.batch:,} admitted
+            need {small.logical_tokens / small.held_tokens:.2f}x the memory that is there."""
         )
         cut = {
             reserve: contiguous([(min(sum(pair), reserve), 0) for pair in requests], reserve)
             for reserve in (512, *sweep)
         }
         wasted = ", ".join(f"{row.waste:.1%} at {reserve:,}" for reserve, row in cut.items())
-        say(f"Cut off at the reservation, sequences leave unused: {wasted}.")
+        say(
+            f"""Cut off at the reservation, sequences leave unused: {wasted}. A large reservation is
+            mostly empty, and a small one cuts answers off or refuses prompts. (One draw: over seeds
+            0 to 199 the table's 8,192 wastes {WASTE_AT_8192.least:.1%} to
+            {WASTE_AT_8192.most:.1%}.)"""
+        )
         rest = KV_BUDGET_GIB - gib(sweep[32_768].held_tokens)
         say(
             f"""Three wastes, by their names: reserved is what waits for tokens still to come,
             internal what no token will ever use, external what is free in holes too small for
-            anybody. Here nearly all is internal; slots of one size leave only a rest
-            ({rest:.1f} GiB at 32,768)."""
-        )
-        say(
-            f"""So there is no good setting. A reservation large enough to be safe is mostly empty,
-            and one that is mostly full cuts answers off or refuses prompts. (The lengths are one
-            draw: over seeds 0 to 199, 8,192 wastes {WASTE_AT_8192.least:.1%} to
-            {WASTE_AT_8192.most:.1%}, {WASTE_AT_8192.median:.1%} in the middle.)"""
+            anybody. The table counts each sequence at its final length, so what it shows is
+            internal; and slots of one size leave only a rest ({rest:.1f} GiB at 32,768)."""
         )
     return {
         "seq_lengths": seq_lengths,
@@ -421,7 +422,7 @@ class PagePool:
     A sequence holds ceil(tokens / page_tokens) pages, anywhere in the pool: its block table says
     where. A page may stand in the tables of several sequences; it is free again when the last of
     them lets go of it (Kwon et al. 2023, sections 4.2 to 4.4). vLLM's pool today counts references
-    in the same way, but shares full pages only, and so never has to copy one.
+    in the same way, but for plain attention shares full pages only, and so need not copy one.
 
     `pages` and `page_tokens` are its size, `free` and `held` count its pages. Each call does all of
     its work or, when it refuses (OutOfPages, ValueError, TypeError), nothing.
@@ -441,7 +442,7 @@ class PagePool:
         # The free list holds pages that were used before; one that never was joins it when it is
         # needed, so that a pool of any size costs nothing.
         self._free_list: list[int] = []
-        # Of each page used so far: in how many tables it stands besides the one that took it.
+        # Of each page used so far: in how many tables it stands besides the first.
         self._sharers: list[int] = []
 
     @property
@@ -598,20 +599,19 @@ def b3(s: Parts, show: bool) -> Parts:
         fine, usual = sweep[1], sweep[16]
         empty = (usual.held_tokens - usual.logical_tokens) / usual.batch
         say(
-            f"""The last column is against an 8,192-token reservation, which holds {baseline.batch}
-            sequences. (Over seeds 0 to 199 pages of 16 hold {BATCH_IN_PAGES.least:.0f} to
-            {BATCH_IN_PAGES.most:.0f}, {PAGES_OVER_8192.least}x to {PAGES_OVER_8192.most}x as many.)
-            As in virtual memory, any free page is as good as any other. What is left of the waste
-            is the empty end of each last page: {empty:.1f} tokens of 16 on average here, at most a
-            page less one token."""
+            f"""Contiguous is an 8,192-token reservation here, which holds {baseline.batch}. (Over
+            seeds 0 to 199 pages of 16 hold {BATCH_IN_PAGES.least:.0f} to {BATCH_IN_PAGES.most:.0f},
+            {PAGES_OVER_8192.least}x to {PAGES_OVER_8192.most}x as many.) As in virtual memory, any
+            free page is as good as any other. What is left of the waste is the empty end of each
+            last page: {empty:.1f} tokens of 16 on average here, at most a page less one token."""
         )
-        entries, saved = usual.held_tokens // 16, fine.batch - usual.batch
+        saved, entries = fine.batch - usual.batch, usual.held_tokens // 16
         say(
             f"""Why 16? Pages of one token admit {saved} more, and their tables would still be small
-            ({fine.held_tokens:,} entries of 4 bytes, against {entries:,}). More plausibly it is the
-            width in which a kernel reads, and the hash and the bookkeeping of each page. Larger
-            pages waste more and share less. vLLM's default is 16, TensorRT-LLM's 32; SGLang has
-            shipped 1."""
+            ({fine.held_tokens:,} entries of 4 bytes, against {entries:,}). Kwon et al. measured it
+            (section 7.2): smaller pages read too little at a time to keep a GPU busy, larger ones
+            waste more and share less. vLLM's default is 16, TensorRT-LLM's 32; SGLang has shipped
+            1."""
         )
         say(
             f"""But paged is told each final length, as no server is. Contiguous memory with the
@@ -647,8 +647,9 @@ def shared_prefix(
 
     Where a request's own tokens start in the middle of a shared page, they are counted on a fresh
     page. With `copy_on_write` the sequence copies the shared page and writes on, as the paper does
-    (section 4.4); vLLM, which shares full pages only, prefills the rest of that page again and so
-    holds as many. Either takes as many pages as the default or one more per sequence.
+    (section 4.4); vLLM, which for plain attention shares full pages only, prefills the rest of that
+    page again and so holds as many. Either takes as many pages as the default or one more per
+    sequence.
 
     >>> requests = [(40, 8), (30, 0), (40, 8)]
     >>> shared_prefix(requests, 40, page_tokens=16, budget_gib=1, kv_per_token=2**23)
@@ -677,6 +678,7 @@ def shared_prefix(
 # output; each is rounded down, by half a token on average.
 MEAN_PRIVATE = math.exp(5.0 + 0.9**2 / 2) + math.exp(5.5 + 0.8**2 / 2) - 1
 SAVED_BEHIND_4096 = Spread(0.835, 0.866, 0.890)  # seeds 0 to 199 of prefixed_lengths(64, 4096)
+EXTRA_BEHIND_4096 = Spread(6.0, 7.5, 9.1)  # naive over shared, same seeds
 
 
 @block(4, "Sharing a prefix", "copy-on-write, and where the real win is", (3,))
@@ -707,7 +709,8 @@ def b4(s: Parts, show: bool) -> Parts:
         say(
             f"""Counted as the pool does, in whole 16-token pages, it is a little more: at 4,096 it
             is {gib(pages.held_tokens):.2f} GiB, which saves {pages.saved:.1%}. "Extra batch" is
-            naive over shared: how many such groups of 64 fit where one did."""
+            naive over shared: how many such groups, each with a prefix of its own, take the memory
+            of one."""
         )
 
         def expected(n: int, prefix: int) -> float:
@@ -717,15 +720,16 @@ def b4(s: Parts, show: bool) -> Parts:
         say(
             f"""The draw is a lucky one. A request keeps {MEAN_PRIVATE:.1f} tokens to itself on
             average, so {expected(64, 4096):.1%} is to be expected behind 4,096; seeds 0 to 199 give
-            {SAVED_BEHIND_4096.least:.1%} to {SAVED_BEHIND_4096.most:.1%}. More requests save more,
-            and barely: behind 512 tokens expect {expected(64, 512):.1%} of 64 and
+            {SAVED_BEHIND_4096.least:.1%} to {SAVED_BEHIND_4096.most:.1%}, and
+            {EXTRA_BEHIND_4096.least}x to {EXTRA_BEHIND_4096.most}x. More requests save more, and
+            barely: behind 512 tokens expect {expected(64, 512):.1%} of 64 and
             {expected(256, 512):.1%} of 256. The ceiling is prefix / (prefix + private)."""
         )
         say(
-            """The larger win is time: of 64 prefills of the prefix 63 need not be done. To find a
-            shared prefix, engines hash each full page of a prompt together with all before it. And
-            what is shared is memory: attention still reads the prefix for every sequence in every
-            step, unless its kernel knows about the sharing too."""
+            """Time is won too: of 64 prefills of the prefix 63 are not done. To find a shared
+            prefix, vLLM hashes each full page together with all before it; SGLang and TensorRT-LLM
+            search a radix tree. What is shared is memory: attention still reads the prefix for
+            every sequence in every step, unless its kernel knows about the sharing too."""
         )
     return {
         "prefixed_lengths": prefixed_lengths,
@@ -742,9 +746,9 @@ def flop_per_token(
     """FLOP of a forward pass for one token, averaged over a prefix.
 
     A multiply and an add for each parameter (Kaplan et al. 2020, "Scaling laws for neural language
-    models", section 2.1; of a mixture of experts, `n_params` is what a token passes through). With
-    `attention`, each query head also multiplies with the key and adds up the value of every earlier
-    token: half the prefix, on average.
+    models", section 2.1, who leave embeddings out; of a mixture of experts, `n_params` is what a
+    token passes through). With `attention`, each query head also multiplies with the key and adds
+    up the value of every earlier token: half the prefix, on average.
     """
     earlier = prefix / 2 if attention else 0
     return 2 * n_params + 4 * layers * q_heads * head_dim * earlier
@@ -839,42 +843,39 @@ def b5(s: Parts, show: bool) -> Parts:
             verdict = "use it" if wins else "SLOWER THAN RECOMPUTE"
             print(f"  {tier:<28}{gb_per_s:>7} GB/s{gb_per_s / threshold:>14.1f}x  {verdict}")
         lengths = (1, 4096, 131_072)
-        measured = ", ".join(
-            f"{fetch_seconds(n, 1.0) / recompute_seconds(n):.2f} GB/s at {n:,}" for n in lengths
-        )
+        bars = [f"{fetch_seconds(n, 1.0) / recompute_seconds(n):.2f} at {n:,}" for n in lengths]
         say(
             f"""The tiers are judged at TP4, as one link or drive that feeds the whole replica.
-            Where every GPU loads its part of the KV over a link of its own, the bar for each link
-            is {break_even(tp=1):.2f} GB/s at any TP, up to as many GPUs as KV heads. (TP1 is for
-            the pattern only: fp16 weights of a 70B do not fit on one H100.) The length of the
-            prefix cancels; time against time: {measured} tokens."""
+            Where each GPU loads its part of the KV over a link of its own, the bar for a link is
+            {break_even(tp=1):.2f} GB/s at any TP, up to as many GPUs as KV heads. (TP1 is for the
+            pattern only: fp16 weights of a 70B do not fit on one H100.) The length of the prefix
+            cancels, fetch time over recompute time: {", ".join(bars)} tokens."""
         )
         fp8 = break_even(s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, 1))
         sparse = break_even(flops_per_gpu=1979e12)
         say(
             f"""Halve the bytes and the bar halves: with FP8 KV it is {fp8:.2f} GB/s, and an NVMe
-            drive clears it. Beware of the datasheet's 1,979 TFLOP/s in BF16: that is with 2:4
-            sparsity, and would make the bar {sparse:.1f} GB/s. (Computing in FP8 has that peak
-            without it.)"""
+            drive clears it. (Beware of the datasheet's 1,979 TFLOP/s in BF16: that is with 2:4
+            sparsity, and would make the bar {sparse:.1f} GB/s.)"""
         )
         drive, half = TIERS["local NVMe"], 0.5
         slower = [tier for tier, gb_per_s in TIERS.items() if gb_per_s < break_even(mfu=half)]
         say(
-            f"""All this is at 2N FLOP a token, at the dense peak, and with one drive; each of the
-            three moves the verdict. Below {drive / threshold:.1%} MFU (the share of the peak that
-            prefill reaches, never all of it) one {drive} GB/s drive wins: at {half:.0%} the bar is
-            {break_even(mfu=half):.2f} GB/s, and only {" and ".join(slower)} is slower. Two such
-            drives, striped, give {2 * drive} GB/s and clear it at any MFU. And attention costs more
-            the longer the prefix, so that with it the length does not cancel:"""
+            f"""The verdicts hold at 2N FLOP a token, at the dense peak, for one drive, and at the
+            links' nominal rates. Prefill never reaches the peak: below {drive / threshold:.1%} MFU
+            (the share that it reaches) one {drive} GB/s drive wins, and at {half:.0%} the bar is
+            {break_even(mfu=half):.2f} GB/s and only {" and ".join(slower)} is slower. Two drives,
+            striped, give {2 * drive} GB/s and win at any MFU. And attention costs more the longer
+            the prefix, so that with it the length does not cancel:"""
         )
         print("\n      prefix   break-even BW with attention")
         for prefix in (1024, 4096, 16_384, 32_768, 131_072):
             print(f"{prefix:>12,}{break_even(attention=True, prefix=prefix):>26.2f} GB/s")
         say(
             f"""From {shortest_fetch(drive):,} tokens on the one drive wins, even at the full peak.
-            And time is not the only price: a fetch is a copy that leaves the GPUs free, a recompute
-            takes them. (The 63 prefills of 4,096 tokens that block 4 saves are
-            {recompute_seconds(63 * 4096):.1f} s of the whole replica.)"""
+            And time is not the only price: a fetch leaves the GPUs free, a recompute takes them.
+            (The 63 prefills of 4,096 tokens that block 4 saves are
+            {recompute_seconds(63 * 4096):.1f} s of the whole replica at its peak.)"""
         )
     return {
         "break_even": break_even,
@@ -926,8 +927,8 @@ def step_seconds(
     reads its own KV. `gb_per_s` is one GPU's memory (Pope et al. 2022, "Efficiently scaling
     transformer inference"; Austin et al. 2025, "How to scale your model", on inference).
 
-    Up to the ridge, 295 tokens a step on an H100 at its peak, one more token costs no FLOP that
-    were not idle. Left out: communication between GPUs, the FLOP of attention, launches and
+    Up to the ridge, 295 tokens a step on an H100 at its peak, one more token uses only FLOP that
+    would lie idle. Left out: communication between GPUs, the FLOP of attention, launches and
     sampling, and that a kernel may read a shared prefix once for all.
 
     >>> round(step_seconds(0, 0) * 1000, 2), round(step_seconds(417, 563_455) * 1000, 1)
@@ -942,8 +943,9 @@ def resident_tokens(requests: Iterable[tuple[int, int]]) -> float:
     """Tokens that a running sequence holds, averaged over time: E[p x o + o^2 / 2] / E[o].
 
     Each request is there for `output` steps, and holds its prompt and, on average, half its output.
-    The pool is full, on average, with its tokens / resident_tokens(requests) sequences: nine tenths
-    of that is a `max_num_seqs` that leaves room for the swing.
+    The pool is full, on average, with its tokens / resident_tokens(requests) sequences. Where those
+    are hundreds, nine tenths of them is a `max_num_seqs` that leaves room for the swing; a smaller
+    pool swings more.
 
     >>> round(resident_tokens(seq_lengths(4000)), 1)
     1291.3
@@ -995,10 +997,10 @@ def serve(
     goes to the front of the queue, to be prefilled again with what it had generated. The steady
     state is timed by `step_seconds(tokens computed, tokens that the held pages have room for)`.
 
-    So vLLM's V1 engine admits and preempts; its defaults are watermark 0 and, on an H100, 1,024
-    running and 8,192 tokens a step. Left out: a sequence generates while its prefill is still owed;
-    all wait from the start; and no prefix is cached, so that where an engine caches them (vLLM does
-    by default) `reprefilled` is an upper bound.
+    So vLLM's V1 engine admits and preempts; its defaults are watermark 0 and, for a server on an
+    H100, 1,024 running and 8,192 tokens a step. Simplified: a sequence generates while its prefill
+    is still owed, and all wait from the start. Left out: prefix caching (on by default in vLLM), so
+    that `reprefilled` is an upper bound.
 
     An output below 1 and a request longer than the pool raise ValueError before anything runs.
 
@@ -1113,16 +1115,21 @@ def mixes(requests: Iterable[tuple[int, int]]) -> dict[str, list[tuple[int, int]
     return {"chat": chat, "long": [(output, min(prompt, 4096)) for prompt, output in chat]}
 
 
-# What the seed decides. Over seeds 0 to 9 of seq_lengths(4000), in percent: `again` for each row
-# of the sweep, the tokens/s that 500 lose to the best row with nothing kept free, what keeping 1%
-# and 5% free gains on them, and one standard deviation of `held` where 400 run.
+# What the seed decides. Over seeds 0 to 199: the table's tokens at 95%. Over seeds 0 to 9 of
+# seq_lengths(4000), in percent: `again` for each row of the sweep, the tokens/s that 500 running
+# lose to the best row, and one standard deviation of `held` where 400 run.
+REPREFILLED_AT_95 = Spread(782_182, 882_596.5, 976_033)
 AGAIN = {
-    "chat": ((0, 0), (0, 0.9), (0.5, 3.2), (4.3, 8.9), (7.6, 10.9), (0, 0), (0, 0)),
-    "long": ((0, 0), (0, 8.4), (0, 40.6), (47.8, 100.7), (124.2, 167.2), (4.6, 11.6), (0, 0)),
-}
+    "chat": (
+        Spread(0, 0, 0), Spread(0, 0.1, 0.9), Spread(0.5, 2.5, 3.2), Spread(4.3, 8.0, 8.9),
+        Spread(7.6, 9.5, 10.9), Spread(0, 0, 0), Spread(0, 0, 0),
+    ),
+    "long": (
+        Spread(0, 0, 0), Spread(0, 0, 8.4), Spread(0, 21.1, 40.6), Spread(47.8, 70.5, 100.7),
+        Spread(124.2, 158.2, 167.2), Spread(4.6, 8.9, 11.6), Spread(0, 0, 0),
+    ),
+}  # fmt: skip
 LOSS = {"chat": Spread(4.6, 5.4, 6.5), "long": Spread(17.1, 20.7, 21.4)}
-GAIN_OF_1 = {"chat": Spread(4.3, 5.6, 6.7), "long": Spread(19.0, 23.5, 24.7)}
-GAIN_OF_5 = {"chat": Spread(4.6, 5.5, 6.9), "long": Spread(20.4, 25.4, 26.8)}
 SWING = Spread(1.8, 3.2, 5.0)
 
 # vLLM's pull request 44594: the watermarks, preemptions and output tokens/s measured there; and
@@ -1130,6 +1137,7 @@ SWING = Spread(1.8, 3.2, 5.0)
 WATERMARKS = (0, 0.02, 0.05, 0.10, 0.15)
 MEASURED = (1065, 400, 187, 168, 168)
 MEASURED_RATES = (11_582, 12_134, 12_167, 11_835, 11_635)
+FIRST_TOKEN_S = (6.6, 11.8)  # median, at the first two watermarks
 SIMULATED = ((943, 1217), (342, 417), (190, 240), (133, 196), (134, 181))
 
 
@@ -1146,10 +1154,11 @@ def b6(s: Parts, show: bool) -> Parts:
                 f"{milliseconds:>19.0f}"
             )
         say(
-            """The curve is an assumption: 2,000 steps, each preempting with probability
-            ((occupancy - 0.85) / 0.15)^2, below 85%, never. That is put in, not found. What
-            follows from it is the price: a preempted sequence is prefilled again, and a "GPU-ms" is
-            a millisecond of the whole replica at its peak."""
+            f"""The curve is an assumption: 2,000 steps, each preempting with probability
+            ((occupancy - 0.85) / 0.15)^2, and never below 85%. What follows from it is the price of
+            the victims' prompts: tokens prefilled again, and milliseconds of the whole replica, all
+            four GPUs, at its peak. (Other seeds give {REPREFILLED_AT_95.least:,} to
+            {REPREFILLED_AT_95.most:,} tokens at 95%.)"""
         )
         pages = s["budget_tokens"]() // 16
         workloads = mixes(s["seq_lengths"](4000))
@@ -1157,58 +1166,61 @@ def b6(s: Parts, show: bool) -> Parts:
         say(
             f"""Derived instead: a server that learns each length as it comes, on {pages:,} pages,
             with {STEP_TOKENS:,} tokens a step and 4,000 requests that wait. Chat is the workload;
-            long swaps prompts and outputs, its answers cut at 4,096. A sequence holds
+            long swaps prompts and outputs, its answers cut at 4,096. A running sequence holds
             {resident_tokens(workloads["chat"]):,.0f} and {resident_tokens(workloads["long"]):,.0f}
-            tokens, averaged over its life, so {full["chat"]:.0f} and {full["long"]:.0f} fill the
+            tokens, averaged over time, so {full["chat"]:.0f} and {full["long"]:.0f} fill the
             pool."""
         )
-        print("\n   mix  at most  kept free  running   held  preempted   again  seeds 0-9   tok/s")
-        rows = {}
+        print(
+            "\n   mix  at most  kept free  running   held  preempted   again    seeds 0-9   tok/s"
+        )
         for mix, requests in workloads.items():
-            for (most, free), (low, high) in zip(SWEEP, AGAIN[mix]):
+            for (most, free), spread in zip(SWEEP, AGAIN[mix]):
                 row = serve(requests, pages, 16, free, most, STEP_TOKENS)
-                rows[mix, most, free] = row
-                spread = f"{low:.0f}-{high:.0f}%"
+                seeds = f"{spread.least:g}-{spread.most:g}%"
                 print(
                     f"{mix:>6}{most:>9}{free:>11.0%}{row.running:>9.1f}{row.held:>7.1%}"
-                    f"{row.preempted:>11,}{row.again:>8.1%}{spread:>11}{row.tokens_per_s:>8,.0f}"
+                    f"{row.preempted:>11,}{row.again:>8.1%}{seeds:>13}{row.tokens_per_s:>8,.0f}"
                 )
-        again = {key: f"{row.again:.0%}" for key, row in rows.items()}
-        say(
-            f"""Only the steady state counts, but in "preempted". "Again" is tokens prefilled again
-            over tokens prefilled for the first time; its range is that of ten draws. The onset is a
-            cliff: allow 400 and there is next to nothing of it, allow 450 and it is
-            {again["chat", 450, 0]} and {again["long", 450, 0]}, 500 and it is
-            {again["chat", 500, 0]} and {again["long", 500, 0]}. The cost is a step down: 500 lose
-            {LOSS["chat"].least:.0f} to {LOSS["chat"].most:.0f}% of the best tok/s in chat,
-            {LOSS["long"].least:.0f} to {LOSS["long"].most:.0f}% in long, and allowing more changes
-            little."""
+        cliff, slope = (
+            ", ".join(f"{spread.median:g}" for spread in AGAIN[mix][1:5])
+            for mix in ("long", "chat")
         )
         say(
-            f"""It begins where the mean is about 90%: "held" swings, by {SWING.least:.0f} to
-            {SWING.most:.0f} points (one standard deviation, at 400), and a pool overflows by its
-            peaks. To keep 5% free gains all of it back ({GAIN_OF_5["chat"].least:.0f} to
-            {GAIN_OF_5["chat"].most:.0f}% and {GAIN_OF_5["long"].least:.0f} to
-            {GAIN_OF_5["long"].most:.0f}% on those 500), to keep 1% free nearly all, and so does a
-            tenth fewer than fill the pool. All this is overload: somebody always waits."""
+            f"""All but "preempted" leave out the first half of the admissions and the end, when
+            nobody waits. "Again" is tokens prefilled again over tokens prefilled first, with its
+            range over ten draws. Its onset is a cliff for long answers: at 400, 425, 450 and 500 it
+            is {cliff}% (medians of the ten); chat slides, {slope}%. The cost is a step down: 500
+            lose {LOSS["long"].least} to {LOSS["long"].most}% of the best tok/s in long and
+            {LOSS["chat"].least} to {LOSS["chat"].most}% in chat, and more would lose little
+            more."""
+        )
+        say(
+            f"""It begins near 90% of the pool on average, for "held" swings (by {SWING.least} to
+            {SWING.most} points, one standard deviation, at 400) and a pool overflows by its peaks.
+            A smaller pool swings more, and begins earlier. Here 5% kept free, or a tenth fewer than
+            fill the pool, gives back all but 0 to 2% of the tok/s, and 1% free nearly as much. All
+            this is overload: somebody always waits."""
         )
         best = max(MEASURED_RATES) / MEASURED_RATES[0] - 1
+        inside = sum(low <= n <= high for n, (low, high) in zip(MEASURED, SIMULATED))
         say(
-            """An engine was measured: vLLM's pull request 44594, 450 long answers of Qwen2.5-7B, at
-            most 128 running. Preemptions there, and in `serve`, with nothing fitted, on 100 draws
-            of that workload (5% to 95% of them):"""
+            f"""An engine was measured: vLLM's pull request 44594, 450 long answers of Qwen2.5-7B,
+            at most 128 running. Preemptions there, and in serve on 100 draws of that workload (5%
+            to 95% of them), with nothing fitted; {inside} of {len(MEASURED)} lie inside:"""
         )
         print("\n   watermark" + "".join(f"{kept:>12.2f}" for kept in WATERMARKS))
         print("    measured" + "".join(f"{preempted:>12,}" for preempted in MEASURED))
         print("       serve" + "".join(f"{f'{low:,}-{high:,}':>12}" for low, high in SIMULATED))
         to_host = TIERS["host DRAM over PCIe5"] / s["break_even"]()
-        chunk = KV_PER_TOKEN * 16 // LAYERS // 4 // 1024
+        copied = KV_PER_TOKEN * 16 // LAYERS // GPUS // 1024
         say(
-            f"""The best watermark was worth {best:.0%} more tokens/s there. And why recompute, when
-            block 5 finds host memory {to_host:.1f}x as fast? vLLM's V1 engine does nothing else.
-            Plausibly because a swap is thousands of small copies ({chunk} KiB for each layer, page
-            and GPU), because preemption is rare where nothing is overloaded, because prefix caching
-            finds part of the pages again, and because it is simpler."""
+            f"""The best watermark was worth {best:.0%} more tokens/s there, and the median wait for
+            a first token rose from {FIRST_TOKEN_S[0]} to {FIRST_TOKEN_S[1]} s at 0.02. Why
+            recompute, when block 5 finds host memory {to_host:.1f}x as fast? Out and in again, a
+            swap is {to_host / 2:.1f}x at best, in small copies ({copied} KiB for each layer, page
+            and GPU): Kwon et al. (section 7.3) measured the two as comparable with pages of 16 to
+            64 tokens. vLLM's V1 has no swap; unless KV offloading is on, it recomputes."""
         )
     return {
         "preempted_tokens": preempted_tokens,
@@ -1221,7 +1233,14 @@ def b6(s: Parts, show: bool) -> Parts:
 # ------------------------------------------------------------------------------ assembly and parts
 
 
-WORTH_OF_PAGES = Spread(2.6, 2.7, 2.9)  # in decode tokens/s over 8,192 reserved; seeds 0 to 199
+# Over seeds 0 to 199: tokens/s in decode of pages, and of 2,048 reserved, over 8,192 reserved; the
+# batch behind a shared 2k prefix; and the batches with 2k in front of each prompt. Over seeds 0 to
+# 9: tokens/s of pages with 5% kept free, over 69 running, with prefill in the same steps.
+WORTH_OF_PAGES = Spread(2.6, 2.7, 2.9)
+WORTH_OF_2048 = Spread(2.4, 2.6, 2.8)
+BATCH_BEHIND_2K = Spread(916, 1075.5, 1214)
+BATCH_2K_EACH, BATCH_2K_ONCE = Spread(155, 167, 179), Spread(376, 420, 468)
+WORTH_WITH_PREFILL = Spread(1.54, 1.55, 1.60)
 
 
 def assembly(s: Parts) -> None:
@@ -1245,18 +1264,22 @@ def assembly(s: Parts) -> None:
     copied = s["shared_prefix"](requests, 2048, copy_on_write=True)
     inside = sum(prompt <= 2048 for prompt, _ in requests[: behind_prefix.batch])
     say(
-        f"""The last row starts each request's own tokens on a fresh page. Real copy-on-write copies
-        the page that a short prompt diverges in, and then the batch is {copied.batch:,}
-        ({copied.batch / reserved.batch:.1f}x). And it takes each prompt for a part of the prefix as
-        far as that reaches: {inside} of the {behind_prefix.batch:,} lie inside it altogether. Put
-        2k in front of a whole prompt, and the batch is another:"""
+        f"""The last row ({BATCH_BEHIND_2K.least:,} to {BATCH_BEHIND_2K.most:,} over seeds 0 to 199)
+        starts each request's own tokens on a fresh page. Real copy-on-write copies the page that a
+        short prompt diverges in, and then the batch is {copied.batch:,}
+        ({copied.batch / reserved.batch:.1f}x). And it takes each prompt for a part of the prefix,
+        as far as that reaches: {inside} of the {behind_prefix.batch:,} lie inside it altogether.
+        Put 2k in front of a whole prompt, and the batch is another:"""
     )
     ahead = [(2048 + prompt, output) for prompt, output in requests]
-    print("\n  2k in front of each prompt    batch")
-    print(f"  stored with each request{s['paged'](ahead, 16).batch:>11}")
-    print(f"  stored once{s['shared_prefix'](ahead, 2048).batch:>24}")
+    print("\n  2k in front of each prompt    batch   seeds 0-199")
+    for stored, row, spread in (
+        ("stored with each request", s["paged"](ahead, 16), BATCH_2K_EACH),
+        ("stored once", s["shared_prefix"](ahead, 2048), BATCH_2K_ONCE),
+    ):
+        print(f"  {stored:<26}{row.batch:>9}{f'{spread.least}-{spread.most}':>14}")
 
-    say("What the batch buys, in decode alone, at the peaks of compute and bandwidth:")
+    say("What the batch buys, in decode alone, every sequence at its final length, at the peaks:")
     print("\n  allocator                     batch       step       tok/s   for each user")
     rates = {}
     for name, row in rows.items():
@@ -1266,18 +1289,23 @@ def assembly(s: Parts) -> None:
             f"  {name:<26}{row.batch:>9}{seconds * 1000:>8.1f} ms{rates[name]:>12,.0f}"
             f"{1 / seconds:>16.1f}"
         )
-    slow, quick, paged_rate, _ = rates.values()
-    bandwidth = TIERS["GPU HBM"] * 1e9
-    ridge = DENSE_FLOPS_PER_GPU / bandwidth
+    slow, quick, in_pages_rate, _ = rates.values()
+    read_once = s["step_seconds"](behind_prefix.batch, behind_prefix.held_tokens)
+    ridge = DENSE_FLOPS_PER_GPU / (TIERS["GPU HBM"] * 1e9)
     say(
-        f"""{in_pages.batch / reserved.batch:.1f}x the batch is {paged_rate / slow:.1f}x the
+        f"""{in_pages.batch / reserved.batch:.1f}x the batch is {in_pages_rate / slow:.1f}x the
         tokens/s ({WORTH_OF_PAGES.least}x to {WORTH_OF_PAGES.most}x over seeds 0 to 199), and
-        {small.batch / reserved.batch:.0f}x was {quick / slow:.1f}x already. Up to the
-        ridge, {ridge:.0f} tokens a step, FLOPs lie idle while the weights are read, and one more
-        sequence costs only the reading of its KV; beyond it more batch buys waiting. So in decode,
-        at both peaks, KV memory is the limit only while it keeps the batch under the ridge: above
-        {s["budget_tokens"]() / ridge:,.0f} tokens resident in a sequence, on average over its life.
-        (Prefill in the same steps counts against the ridge too, and moves that up.)"""
+        {small.batch / reserved.batch:.0f}x was {quick / slow:.1f}x already
+        ({WORTH_OF_2048.least}x to {WORTH_OF_2048.most}x, misfits counted whole). Up to the ridge,
+        {ridge:.0f} tokens a step, FLOPs lie idle while the weights are read, and one more sequence
+        costs only the reading of its KV; beyond it more batch buys waiting. (Where a kernel reads
+        the shared prefix once for all, the last row takes {read_once * 1000:.0f} ms.)"""
+    )
+    say(
+        f"""So in decode, at both peaks, KV memory is the limit only while it keeps the batch under
+        the ridge: above {s["budget_tokens"]() / ridge:,.0f} tokens that a running sequence holds,
+        averaged over time. Prefill in the same steps counts against the ridge too, and moves that
+        up."""
     )
     pages = s["budget_tokens"]() // 16
     slots, more, free = (
@@ -1286,10 +1314,12 @@ def assembly(s: Parts) -> None:
     )
     worth = free.tokens_per_s / slots.tokens_per_s
     say(
-        f"""With prefill in the same steps (block 6's server, chat, steady state): {reserved.batch}
-        running {slots.tokens_per_s:,.0f} tok/s, {small.batch} running {more.tokens_per_s:,.0f},
-        pages with 5% kept free {free.tokens_per_s:,.0f}. That is {worth:.1f}x of
-        {reserved.batch} slots, and {small.batch} slots are worth nearly as much."""
+        f"""With prefill in the same steps (block 6's server, chat, steady state) {reserved.batch}
+        at once make {slots.tokens_per_s:,.0f} tok/s, {small.batch} make {more.tokens_per_s:,.0f},
+        and as many as fit with 5% of the pages kept free {free.tokens_per_s:,.0f}. That is
+        {worth:.1f}x of {reserved.batch} ({WORTH_WITH_PREFILL.least:.2f}x to
+        {WORTH_WITH_PREFILL.most:.2f}x over seeds 0 to 9), and {small.batch} are worth nearly as
+        much, in pages: of slots of 2,048 tokens, {small.misfits} would be too small."""
     )
     realistic = 0.5
     print("\n  What to say in an interview, in this order:")
@@ -1297,32 +1327,32 @@ def assembly(s: Parts) -> None:
     behind_4k = s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1)
     points = (
         f"""KV is {per_token // 1024} KiB a token, so one 128k request holds
-        {s["budget_share"](s["kv_gib"](131_072)):.0%} of a replica's KV budget. Memory bounds the
-        batch.""",
-        f"""Reserving 8k tokens a sequence wastes {reserved.waste:.0%}. Pages of 16 waste
-        {in_pages.waste:.2%} and hold {in_pages.batch / reserved.batch:.1f}x the batch. Nobody need
-        know how long an answer gets.""",
-        f"""The batch is not the throughput: {in_pages.batch / reserved.batch:.1f}x of it is
-        {paged_rate / slow:.1f}x the tokens/s in decode, and with prefill in the same steps
-        {worth:.1f}x. Beyond {ridge:.0f} tokens a step, more batch buys waiting.""",
-        f"""Pages can be shared, copied only when written. 64 requests behind one 4k prefix store
-        {behind_4k.saved:.0%} less ({SAVED_BEHIND_4096.least:.0%} to {SAVED_BEHIND_4096.most:.0%},
-        by the draw), and 63 prefills are not done. How much it brings is a question of the
-        traffic.""",
-        f"""Load KV from a tier only if it is faster than {s["break_even"]():.1f} GB/s (TP4, fp16,
-        at peak FLOPs); otherwise recompute it. At {realistic:.0%} MFU that is
-        {s["break_even"](mfu=realistic):.1f} GB/s, and for long prefixes less still.""",
+        {s["budget_share"](s["kv_gib"](131_072)):.0%} of a replica's KV budget. KV memory bounds
+        the batch.""",
+        f"""Reserving 8k tokens a sequence wastes {reserved.waste:.0%} here, and over seeds
+        {WASTE_AT_8192.least:.0%} to {WASTE_AT_8192.most:.0%}. Pages of 16 waste
+        {in_pages.waste:.2%} and hold
+        {in_pages.batch / reserved.batch:.1f}x the batch ({PAGES_OVER_8192.least}x to
+        {PAGES_OVER_8192.most}x). Nobody need know how long an answer gets.""",
+        f"""The batch is not the throughput: that is {in_pages_rate / slow:.1f}x the tokens/s in
+        decode, and with prefill in the same steps {worth:.1f}x. Beyond {ridge:.0f} tokens a step,
+        more batch buys waiting.""",
+        f"""Pages can be shared. 64 requests behind one 4k prefix store {behind_4k.saved:.0%} less
+        here, {SAVED_BEHIND_4096.median:.1%} by expectation, and 63 prefills are not done.""",
+        f"""Fetching KV is quicker than recomputing it above {s["break_even"]():.1f} GB/s (TP4,
+        fp16, at peak FLOPs), above {s["break_even"](mfu=realistic):.1f} GB/s at {realistic:.0%}
+        MFU, and above less for long prefixes; and it leaves the GPUs to others.""",
         f"""When pages run out, the newest sequence is preempted and recomputed. In overload that
-        begins at about 90% of the pool, and costs {LOSS["chat"].median:.0f}% of the tokens/s, or
-        {LOSS["long"].median:.0f}% with long answers (medians of ten draws). Keep 5% of the pages
-        free, or run a tenth fewer than fill the pool, and it costs next to nothing.""",
+        begins near 90% of this pool, and costs {LOSS["chat"].median:.0f}% of the tokens/s, or
+        {LOSS["long"].median:.0f}% with long answers (medians of ten draws). Keep 5% free, or run a
+        tenth fewer than fill the pool: new requests wait longer, and the tokens/s come back.""",
     )
     for i, point in enumerate(points, 1):
         print(wrapped(point, first=f"  {i}. "))
     say(
         """Not built here: the attention kernel that reads through a block table, finding shared
-        prefixes by hashing and evicting them, arrivals over time, a preempted sequence offloaded to
-        the host, quantized KV with its scales, more than one replica."""
+        prefixes and evicting them, arrivals over time, a preempted sequence offloaded to the host,
+        quantized KV with its scales, more than one replica."""
     )
 
 
