@@ -191,17 +191,17 @@ class Spread(NamedTuple):
 # ---------------------------------------------------------------------- block 1: what a token costs
 
 
-def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
+def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype_bytes: float) -> int:
     """Bytes of KV cache that one token holds, over all layers.
 
     Every layer keeps one key and one value vector of `head_dim` values for each of its KV heads,
     hence the 2. Query heads keep nothing, which is what grouped-query attention lives on (Ainslie
-    et al. 2023, "GQA").
+    et al. 2023, "GQA"). `dtype_bytes` may be a fraction (llama.cpp's q8_0: 1.0625).
 
     >>> kv_bytes_per_token(layers=80, kv_heads=8, head_dim=128, dtype_bytes=2)
     327680
     """
-    return 2 * layers * kv_heads * head_dim * dtype_bytes
+    return math.ceil(2 * layers * kv_heads * head_dim * dtype_bytes)
 
 
 KV_PER_TOKEN = kv_bytes_per_token(LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
@@ -226,15 +226,6 @@ CONTEXTS = (1024, 4096, 32_768, 131_072)
 GPUS, GPU_GIB = 4, 79.65  # a replica's cards, and what each of them shows of its 80 GB
 
 
-def price_list(per_token: int, gib_of: Callable[[int], float]) -> None:
-    """Print the bytes of a token, and the `gib_of(tokens)` GiB of each length in CONTEXTS."""
-    print(f"  = {per_token:,} B/token = {per_token / 1024:,.10g} KiB per token\n")
-    print("     context   KV per sequence   % of a replica")
-    for context in CONTEXTS:
-        gib = gib_of(context)
-        print(f"{context:>12,}{gib:>15.2f} GiB{budget_share(gib):>17.1%}")
-
-
 @block(1, "What a token costs", "the one number the whole design follows from")
 def b1(s: Parts, show: bool) -> Parts:
     """Price a token, then contexts."""
@@ -243,7 +234,11 @@ def b1(s: Parts, show: bool) -> Parts:
             f"  2 (K and V) x {LAYERS} layers x {KV_HEADS} kv-heads"
             f" x {HEAD_DIM} head-dim x {DTYPE} B"
         )
-        price_list(KV_PER_TOKEN, kv_gib)
+        print(f"  = {KV_PER_TOKEN:,} B/token = {KV_PER_TOKEN / 1024:.0f} KiB per token\n")
+        print("     context   KV per sequence   % of a replica")
+        for context in CONTEXTS:
+            gib = kv_gib(context)
+            print(f"{context:>12,}{gib:>15.2f} GiB{budget_share(gib):>17.1%}")
         say(
             f"""A layer computes a key and a value vector of each token, and every later token
             attends to them; so they are kept, in every layer. As long as its sequence runs, a token
@@ -1171,15 +1166,13 @@ def b6(s: Parts, show: bool) -> Parts:
             tokens, averaged over time, so {full["chat"]:.0f} and {full["long"]:.0f} fill the
             pool."""
         )
-        print(
-            "\n   mix  at most  kept free  running   held  preempted   again    seeds 0-9   tok/s"
-        )
+        print("\n   mix at most kept free  running   held  preempted   again    seeds 0-9   tok/s")
         for mix, requests in workloads.items():
             for (most, free), spread in zip(SWEEP, AGAIN[mix]):
                 row = serve(requests, pages, 16, free, most, STEP_TOKENS)
                 seeds = f"{spread.least:g}-{spread.most:g}%"
                 print(
-                    f"{mix:>6}{most:>9}{free:>11.0%}{row.running:>9.1f}{row.held:>7.1%}"
+                    f"{mix:>6}{most:>8}{free:>10.0%}{row.running:>9.1f}{row.held:>7.1%}"
                     f"{row.preempted:>11,}{row.again:>8.1%}{seeds:>13}{row.tokens_per_s:>8,.0f}"
                 )
         cliff, slope = (
@@ -1711,47 +1704,304 @@ def ascii_line(text: str) -> str:
 
 # --------------------------------------------------------------------------------- your own model
 
-# The same for any other model. Its config.json says all that is needed, but in many spellings, and
-# calculators get it wrong: head_dim is not always hidden_size / heads, multi-head latent attention
-# stores one vector and not two, and not every layer keeps every token.
+# The same price for any other model. Half of it stands in the model's config.json, in many
+# spellings; the other half in the class that its model_type names: which layers keep every token,
+# and what holds where the file is silent. TABLE was read from the classes of transformers 5.24 and
+# vLLM 0.33, and from older ones of vLLM for a few that both have dropped. What is not in it is
+# refused: better no answer than a wrong one.
+
+SPELLINGS = {  # one setting, as the families write it; errors use the first name
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "kv_heads": (
+        "num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads",
+        "num_attention_groups",
+    ),
+    "head_dim": ("head_dim", "kv_channels", "attention_head_dim"),
+    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
+    "window": ("sliding_window", "attention_window_size"),
+    "dtype": ("torch_dtype", "dtype"),
+}  # fmt: skip
+DECODERS = ("text_config", "llm_config", "language_config", "thinker_config")  # where it may be
+GROUPS = ("attn_config", "linear_attn_config", "sparse_attention_config")  # of settings
+WAY_OUT = "kv_bytes_per_token takes layers, KV heads and head_dim directly"
+
+# What a layer keeps: every token, a window of them, the chunk they are in, nothing, or every token
+# and one more key to find it by. Configs have many words for it.
+FULL, WINDOW, CHUNK, NOTHING, INDEXED = "F", "W", "C", "-", "I"
+KINDS: dict[Any, str] = {
+    "full_attention": FULL, "attention": FULL, "*": FULL, "G": FULL, 1: FULL,
+    "sliding_attention": WINDOW, "L": WINDOW, "chunked_attention": CHUNK,
+    "linear_attention": NOTHING, "mamba": NOTHING, "conv": NOTHING, "moe": NOTHING, "mlp": NOTHING,
+    "M": NOTHING, "E": NOTHING, "-": NOTHING, 0: NOTHING,
+}  # fmt: skip
+
+# layers, to be repeated (after a slash: others that a config may name) | model types
+#     | what holds where the config is silent (kv_heads=0: as many as heads) | what else it may say
+TABLE = """
+F | llama | layers=32 heads=32 kv_heads=0 hidden=4096
+F | apertus aquila arcee aria_text baichuan bloom chatglm codegen cohere | kv_heads=0
+F | deepseek flex_olmo gpt2 gpt_neox gptj granite granitemoe granitemoeshared | kv_heads=0
+F | hf_olmo hyperclovax internlm InternLM internlm2 jais jais2 minicpm molmo nanochat | kv_heads=0
+F | nemotron olmo olmo2 olmoe opt orion persimmon phi phi-msft qwen | kv_heads=0
+F | stablelm_epoch xverse | kv_heads=0
+F | arctic bailing_moe bailing_moe_v2 bitnet emu3_text_model ernie4_5_moe ernie4_5_moe_vl
+F | ernie4_5_vl_moe_text exaone falcon_h1 git glm4_moe glm4v_moe_text glm4v_text glm_ocr_text
+F | phi3small qwen3_omni_moe_text stablelm
+F | cosmos3_edge_text ernie4_5 glm glm4 helium hy_v3 internlm3 iquestcoder | head_dim=128
+F | molmo2_text paddleocr_vl_text qwen3_vl_moe_text qwen3_vl_text seed_oss solar_open | head_dim=128
+F | gemma step3_text | head_dim=256
+F | falcon gpt_bigcode RefinedWebModel | kv_heads=0 multi_query=true
+F | RefinedWeb | new_decoder_architecture=true
+F | mpt | kv_heads=0 | attn_config
+F | dbrx | | attn_config
+F | minicpmo minicpmv qwen2_moe qwen3_moe smollm3 | use_sliding_window=false
+F/- | hunyuan hunyuan_v1_dense hunyuan_v1_moe | kv_heads=0 | use_cla cla_share_factor
+W | mistral | layers=32 heads=32 kv_heads=8 hidden=4096 window=4096
+W | ministral3 mixtral phi3 phi3_v phi4_multimodal phi4mm phimoe starcoder2
+W | qwen2 | layers=32 heads=32 kv_heads=32 hidden=4096 use_sliding_window=false max_window_layers=28
+W | dots_ocr mimo qwen2_5_omni_text | use_sliding_window=false max_window_layers=28
+W | qwen2_5_vl qwen2_vl | use_sliding_window=false max_window_layers=80
+W | qwen2_5_vl_text qwen2_vl_text | use_sliding_window=false max_window_layers=80
+W | qwen3 | head_dim=128 use_sliding_window=false max_window_layers=28
+W | dots1 | window=4096 max_window_layers=62
+W | ministral | window=4096
+WF | gpt_oss | head_dim=64 window=128
+WF | gemma2 vaultgemma | head_dim=256 window=4096
+WWWF | cohere2 exaone4 exaone_moe olmo3 | window=4096
+WWWF | afmoe | head_dim=128 window=1024 | global_attn_every_n_layers
+WWWWF | gemma3n_text | head_dim=256 window=512 num_kv_shared_layers=15 | num_kv_shared_layers
+WWWWWF | gemma3 gemma3_text | layers=26 heads=8 kv_heads=4 hidden=2304 head_dim=256 window=4096
+WWWWWF | gemma4_text | head_dim=256 window=512 global_head_dim=512 | global_head_dim \
+    num_global_key_value_heads num_kv_shared_layers use_bidirectional_attention
+FWWW | cwm | head_dim=128 window=8192
+FWWW | granite_swa granitemoe_swa | window=128
+F/W | laguna mellum | head_dim=128
+/FW | step3p5 step3p7 | | attention_other_setting
+CCCF | llama4_text | head_dim=128 attention_chunk_size=8192 | attention_chunk_size \
+    no_rope_layers no_rope_layer_interval
+---F | qwen3_5_moe_text qwen3_5_text qwen3_next | head_dim=256 | full_attention_interval
+---F | olmo_hybrid
+F- | minimax
+F/- | minimax_m1 minimax_text_01 | | attn_type_list
+F | minimax_m2 | head_dim=128 | attn_type_list
+/F- | jamba | attn_layer_period=8 attn_layer_offset=4 | attn_layer_period layers_block_type
+/F- | bamba | | attn_layer_indices layers_block_type
+/F- | granitemoehybrid
+/F- | lfm2 lfm2_moe | | full_attn_idxs
+/F- | nemotron_h | head_dim=128 | hybrid_override_pattern layers_block_type
+/F- | kimi_linear | | linear_attn_config full_attn_layers kv_lora_rank
+-----F | bailing_hybrid | | layer_group_size kv_lora_rank
+--W | recurrent_gemma | kv_heads=0 window=2048 | block_types
+F | axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 minicpm3 mistral4 youtu | | kv_lora_rank
+F | longcat_flash | caches_a_layer=2 | kv_lora_rank
+/FI | minimax_m3 minimax_m3_text | head_dim=128 | sparse_attention_config sparse_attention_freq
+W/F- | (none) | kv_heads=0 | full_attention_interval kv_lora_rank
+"""
 
 
-def spelling(config: Mapping[str, Any], *names: str) -> str:
-    """The one of several names under which a config gives a setting; else the first. null is no."""
-    given = [name for name in names if config.get(name) is not None] or [names[0]]
-    for other in given[1:]:
-        if config[other] != config[given[0]]:
+Config = Mapping[str, Any]
+
+
+class Family(NamedTuple):
+    """A row of the table."""
+
+    layers: str
+    others: str
+    silent: dict[str, Any]
+    reads: list[str]
+
+
+def families() -> dict[str, Family]:
+    """The rows of the table by model_type."""
+    found = {}
+    for row in TABLE.strip().splitlines():
+        (layers,), names, silent, reads, *_ = (cell.split() for cell in f"{row} | |".split("|"))
+        pattern, _, others = layers.partition("/")
+        filled = {what: json.loads(value) for what, value in (pair.split("=") for pair in silent)}
+        found.update(dict.fromkeys(names, Family(pattern, others, filled, reads)))
+    return found
+
+
+FAMILIES = families()
+
+
+def setting(config: Config, what: str) -> tuple[str, Any]:
+    """The name under which a config gives a setting, and its value (None: it does not)."""
+    names = SPELLINGS.get(what, (what,))
+    name, *others = [name for name in names if config.get(name) is not None] or names[:1]
+    for other in others:
+        if config[other] != config[name]:
             raise ValueError(
-                f"{given[0]} = {shown(config[given[0]])} contradicts"
-                f" {other} = {shown(config[other])}"
+                f"{name} = {shown(config[name])} contradicts {other} = {shown(config[other])}"
             )
-    return given[0]
+    return name, config.get(name)
 
 
-def dimension(config: Mapping[str, Any], *names: str, least: int = 1) -> int:
-    """A number of layers, heads, values or tokens, which the config must give."""
-    name = spelling(config, *names)
-    if config.get(name) is None:
+def dimension(config: Config, what: str, least: int = 1) -> int:
+    """A number of layers, heads, values or tokens, which the config or its class must give."""
+    name, value = setting(config, what)
+    if value is None:
         raise ValueError(f"config lacks {name}")
-    return whole(name, config[name], least, most=10**7)
+    return whole(name, value, least, most=10**7)
 
 
-def flag(config: Mapping[str, Any], name: str) -> bool | None:
-    """A setting that is true, false or absent (None)."""
+def flag(config: Config, name: str) -> bool:
+    """A setting that is true or not."""
     value = config.get(name)
-    return None if value is None else truth(name, value)
+    if value is not None and not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, not {shown(value)}")
+    return bool(value)
 
 
-def kv_heads_of(config: Mapping[str, Any], heads: int) -> int:
+# The settings that choose the layers: a number n, after which layer i keeps
+BY_NUMBER: dict[str, Callable[[int, int], str]] = {
+    "full_attention_interval": lambda n, i: NOTHING if (i + 1) % n else FULL,
+    "layer_group_size": lambda n, i: NOTHING if (i + 1) % n else FULL,
+    "sliding_window_pattern": lambda n, i: WINDOW if (i + 1) % n else FULL,
+    "global_attn_every_n_layers": lambda n, i: WINDOW if (i + 1) % n else FULL,
+    "no_rope_layer_interval": lambda n, i: CHUNK if (i + 1) % n else FULL,
+    "max_window_layers": lambda n, i: FULL if i < n else WINDOW,
+    "cla_share_factor": lambda n, i: NOTHING if i % n else FULL,
+    "attn_layer_period": lambda n, i: NOTHING if i % n else FULL,  # counted from an offset
+}
+# or a word for each layer, a 1 for those of a kind, the numbers of the full ones (from 0 or 1).
+BY_WORD = ("layer_types", "layers_block_type", "hybrid_override_pattern", "attn_type_list")
+BY_MARK = {"no_rope_layers": CHUNK, "sparse_attention_freq": INDEXED}
+BY_PLACE = {"full_attn_idxs": 0, "attn_layer_indices": 0, "full_attn_layers": 1}
+CHOOSING = {*BY_NUMBER, *BY_WORD, *BY_MARK, *BY_PLACE}
+# Every class may say these; what else chooses layers, or is listed here, tells of another class,
+# unless its row has it.
+WINDOWED = ("sliding_window_pattern", "max_window_layers")
+HARMLESS = {*WINDOWED, "layer_types", "no_rope_layers", "no_rope_layer_interval"}
+TELLTALES = """
+    add_cross_attention attention_chunk_size attention_other_setting attention_types block_configs
+    block_types cross_attention_layers global_attn_idx global_head_dim hybrid_layer_ids index_topk
+    interleaved_sliding_window is_encoder_decoder kv_lora_rank kv_reuse_group linear_attn_config
+    mamba_step mb_per_layer num_global_key_value_heads num_key_value_heads_per_layer
+    num_kv_shared_layers per_layer_config sparse_attention_config swa_head_dim
+    swa_num_key_value_heads use_bidirectional_attention use_cla window_sizes
+"""
+
+
+def decoder_of(config: Config) -> tuple[str, dict[str, Any]]:
+    """The part of a config that is about the decoder, after where it stands ("": outside)."""
+    where, part = "", dict(config)
+    while not flag(part, "is_encoder_decoder"):
+        name = next((name for name in DECODERS if part.get(name) is not None), "")
+        if not name:
+            return where, part
+        if not isinstance(part[name], Mapping):
+            raise TypeError(f"{name} must be a dict, not {shown(part[name])}")
+        outer, part, where = part, dict(part[name]), f"{where}.{name}".lstrip(".")
+        part.setdefault("model_type", outer.get("model_type"))
+        if setting(part, "dtype")[1] is None:
+            part["torch_dtype"] = setting(outer, "dtype")[1]
+    raise ValueError(f"config has is_encoder_decoder: its architecture is not supported; {WAY_OUT}")
+
+
+def family_of(config: Config) -> Family:
+    """The row of a config's model_type, unless a setting tells of another architecture."""
+    kind = "(none)" if config.get("model_type") is None else config["model_type"]
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(f"model_type {shown(kind)} is not one of those known here; {WAY_OUT}")
+    row = FAMILIES[kind]
+    for name in sorted({*CHOOSING, *TELLTALES.split()} - {*HARMLESS, *row.reads}):
+        unused = name == "kv_lora_rank" and config.get("use_mla") is False
+        if config.get(name) and not unused:
+            value = shown(config[name])
+            raise ValueError(
+                f"config has {name}: its architecture is not supported (it is {value}); {WAY_OUT}"
+            )
+    return row
+
+
+def filled(config: Config, row: Family) -> dict[str, Any]:
+    """A config with what holds where it is silent, and with the settings of its groups."""
+    full = dict(config)
+    for group in {*GROUPS}.intersection(row.reads):
+        if isinstance(config.get(group), Mapping):
+            full = {**config[group], **full}
+    for what, value in row.silent.items():
+        names = SPELLINGS.get(what, (what,))
+        if what in ("kv_heads", "window", "attention_chunk_size"):  # where null says something
+            given = any(name in full for name in names)
+        else:
+            given = any(full.get(name) is not None for name in names)
+        if not given:
+            full[names[0]] = None if what == "kv_heads" and value == 0 else value
+    return full
+
+
+def told_by(config: Config, name: str, layers: int) -> str:
+    """What each layer keeps, by one setting."""
+    value = config[name]
+    if name == "sliding_window_pattern" and isinstance(value, str) and value:
+        value = (value * layers)[:layers]  # LLLG, as EXAONE has it
+    elif name in BY_NUMBER:
+        n = dimension(config, name, least=int(name != "max_window_layers"))
+        if name == "cla_share_factor" and not flag(config, "use_cla"):
+            n = 1
+        first = dimension(config, "attn_layer_offset", 0) if name == "attn_layer_period" else 0
+        return "".join(BY_NUMBER[name](n, i - first) for i in range(layers))
+    elif name in BY_PLACE and isinstance(value, list):
+        full = {whole(f"a layer in {name}", i, 0, layers) - BY_PLACE[name] for i in value}
+        return "".join(FULL if i in full else NOTHING for i in range(layers))
+    extra = config.get("num_nextn_predict_layers")  # layers for speculative decoding
+    if not isinstance(value, (list, str)) or len(value) - layers not in (0, extra):
+        raise ValueError(f"{name} must list {layers} layers, not {shown(value)}")
+    kinds: dict[Any, str] = {1: BY_MARK[name], 0: FULL} if name in BY_MARK else KINDS
+    for kind in value:
+        if not isinstance(kind, (str, int)) or kind not in kinds:
+            raise ValueError(f"{name} has {shown(kind)}, which is not supported")
+    return "".join(kinds[kind] for kind in value[:layers])
+
+
+def layers_of(config: Config, row: Family) -> str:
+    """What each layer keeps. Configs say so in several ways, which must not disagree."""
+    layers = dimension(config, "layers")
+    window, size = setting(config, "window")
+    patterned = config.get("sliding_window_pattern") is not None and window not in config
+    slides = size is not None or patterned  # a window of null is none, whatever the pattern
+    if config.get("use_sliding_window") is not None:
+        slides = flag(config, "use_sliding_window")
+    if slides and WINDOW not in row.layers + row.others:
+        raise ValueError(f"{window} = {shown(size)} is not supported for its model_type")
+    ways = [*(WINDOWED if slides else ()), *row.reads]
+    told = {
+        name: told_by(config, name, layers)
+        for name in ("layer_types", *ways)
+        if name in CHOOSING and config.get(name) not in (None, [])
+    }
+    if not told and not row.layers:
+        raise ValueError(f"config lacks {(*row.reads, 'layer_types')[0]}")
+    first = next(iter(told), "")
+    for name, kept in told.items():
+        if kept != told[first]:
+            raise ValueError(f"{name} contradicts {first}")
+        if WINDOW in kept and not slides:
+            raise ValueError(f"{name} has sliding layers, but {window} is absent or not in use")
+        if not set(kept) <= {FULL, *row.layers, *row.others}:
+            raise ValueError(f"{name} has layers of a kind that its model_type does not have")
+    kept = told[first] if told else (row.layers * layers)[:layers]
+    if config.get("num_kv_shared_layers"):  # the last ones read the KV of others
+        kept = kept[: -whole("num_kv_shared_layers", config["num_kv_shared_layers"], 1, layers - 1)]
+    return kept if slides else kept.replace(WINDOW, FULL)
+
+
+def kv_heads_of(config: Config, heads: int) -> int:
     """How many KV heads serve the query heads: as many (MHA), fewer (GQA) or one (MQA)."""
-    names = ["num_key_value_heads", "num_kv_heads", "n_head_kv"]
-    grouped = flag(config, "multi_query_attention")  # as ChatGLM says
-    if grouped is not False:
-        names.append("multi_query_group_num")
-    name = spelling(config, *names)
-    absent = config.get(name) is None and not grouped
-    kv_heads = heads if absent else dimension(config, name)
-    if flag(config, "multi_query") and not flag(config, "new_decoder_architecture"):
+    name, value = setting(config, "kv_heads")
+    if value is None and not any(name in config for name in SPELLINGS["kv_heads"]):
+        raise ValueError(f"config lacks {name}")
+    if flag(config, "multi_query_attention"):  # as ChatGLM says
+        name, value = "multi_query_group_num", config.get("multi_query_group_num", value)
+        if value is None:
+            raise ValueError(f"config lacks {name}")
+    kv_heads = heads if value is None else whole(name, value, 1, 10**7)
+    single = flag(config, "multi_query") and not flag(config, "new_decoder_architecture")
+    told = (config.get("attention_head_type"), config.get("attn_type"))  # SantaCoder, MPT
+    if single or "multiquery" in told or "multiquery_attention" in told:
         if kv_heads not in (1, heads):  # Falcon 7B gives all its heads here, and has one
             raise ValueError(f"{name} = {kv_heads} contradicts multi_query")
         return 1
@@ -1760,163 +2010,97 @@ def kv_heads_of(config: Mapping[str, Any], heads: int) -> int:
     return kv_heads
 
 
-def head_dim_of(config: Mapping[str, Any], heads: int) -> int:
+def head_dim_of(config: Config, heads: int) -> int:
     """Values in a head: what the config says, and hidden size / query heads only if it does not."""
-    name = spelling(config, "head_dim", "kv_channels")
-    if config.get(name) is not None:
-        return dimension(config, name)
-    if shown(config.get("model_type")).startswith("'gemma"):
-        return 256  # says Gemma's code where its config is silent
-    hidden = dimension(config, "hidden_size", "n_embd")
+    if setting(config, "head_dim")[1] is not None:
+        return dimension(config, "head_dim")
+    hidden = dimension(config, "hidden")
     if hidden % heads:
         message = f"hidden_size = {hidden} is no multiple of {heads} query heads"
         raise ValueError(f"config lacks head_dim, and {message}")
     return hidden // heads
 
 
-FULL, SLIDING, NO_KV = "every token", "a window", "nothing"  # what a layer keeps
-LAYER_TYPES = {
-    "full_attention": FULL,
-    "attention": FULL,
-    "sliding_attention": SLIDING,
-    "linear_attention": NO_KV,
-    "mamba": NO_KV,
-    "conv": NO_KV,
-}
-# Where a model's code, and not its config, says that every n-th layer keeps every token.
-PATTERNS = {"cohere2": 4, "gemma2": 2, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
+def values_of(config: Config, row: Family, kind: str, tp: int) -> int:
+    """Values of KV that a layer keeps of a token, on each of `tp` GPUs."""
+    if kind == NOTHING:
+        return 0
+    unused = row is FAMILIES["(none)"] and config.get("kv_lora_rank") is None
+    if "kv_lora_rank" in row.reads and config.get("use_mla") is not False and not unused:
+        latent = dimension(config, "kv_lora_rank") + dimension(config, "qk_rope_head_dim")
+        return latent * int(row.silent.get("caches_a_layer", 1))
+    heads = dimension(config, "heads")
+    kv_heads, head_dim = kv_heads_of(config, heads), head_dim_of(config, heads)
+    if kind == FULL and "global_head_dim" in row.reads:  # Gemma 4's global layers
+        head_dim = dimension(config, "global_head_dim")
+        if flag(config, "attention_k_eq_v") and config.get("num_global_key_value_heads"):
+            kv_heads = dimension(config, "num_global_key_value_heads")
+    if config.get("v_head_dim") not in (None, 0, head_dim):
+        raise ValueError(f"v_head_dim = {shown(config['v_head_dim'])} is not the {head_dim} of K")
+    if kv_heads % tp and tp % kv_heads:
+        raise ValueError(f"tp = {tp} neither divides the {kv_heads} KV heads nor is a multiple")
+    index = dimension(config, "sparse_index_dim") if kind == INDEXED else 0
+    return 2 * max(1, kv_heads // tp) * head_dim + index
 
 
-def layers_of(config: Mapping[str, Any]) -> list[str]:
-    """What each layer keeps. Configs say so in several ways, which must not disagree."""
-    layers = range(dimension(config, "num_hidden_layers", "n_layer", "num_layers"))
-    told: dict[str, list[str]] = {}  # by setting
+def value_bytes(config: Config) -> int:
+    """Bytes of one value, from the dtype that a config names: bfloat16, float8_e4m3fn, ...
 
-    def every(n: int, others: str) -> list[str]:
-        return [others if (i + 1) % n else FULL for i in layers]
-
-    types = config.get("layer_types")
-    if types is not None:
-        if not isinstance(types, list) or len(types) != len(layers):
-            raise ValueError(f"layer_types must list {len(layers)} layers, not {shown(types)}")
-        for kind in types:
-            if not isinstance(kind, str) or kind not in LAYER_TYPES:
-                raise ValueError(f"layer_types has {shown(kind)}, which is not supported")
-        told["layer_types"] = [LAYER_TYPES[kind] for kind in types]
-    if config.get("full_attention_interval") is not None:
-        interval = dimension(config, "full_attention_interval")
-        told["full_attention_interval"] = every(interval, NO_KV)
-    slides = flag(config, "use_sliding_window")
-    if slides is None:
-        slides = any(config.get(f"sliding_window{end}") is not None for end in ("", "_pattern"))
-    pattern = config.get("sliding_window_pattern")
-    if slides and isinstance(pattern, str) and pattern:  # "LLLG": local, local, local, global
-        kinds = [SLIDING if pattern[i % len(pattern)] == "L" else FULL for i in layers]
-        told["sliding_window_pattern"] = kinds
-    elif slides and pattern is not None:
-        interval = dimension(config, "sliding_window_pattern")
-        told["sliding_window_pattern"] = every(interval, SLIDING)
-    if slides and config.get("max_window_layers") is not None:
-        first = dimension(config, "max_window_layers", least=0)
-        told["max_window_layers"] = [FULL if i < first else SLIDING for i in layers]
-    model_type = config.get("model_type")
-    if not told and slides and isinstance(model_type, str) and model_type in PATTERNS:
-        return every(PATTERNS[model_type], SLIDING)
-    if not told:
-        return [SLIDING if slides else FULL for _ in layers]
-    (source, kept), *others = told.items()
-    for other, disagreeing in others:
-        if disagreeing != kept:
-            raise ValueError(f"{other} contradicts {source}")
-    if SLIDING in kept and not slides:
-        raise ValueError(f"{source} has sliding layers, but sliding_window is absent or not in use")
-    return kept
-
-
-DTYPE_NAMES = ("torch_dtype", "dtype")
-
-
-def value_bytes(config: Mapping[str, Any]) -> int:
-    """Bytes of one value, from the dtype that a config names: bfloat16, float8_e4m3fn, ..."""
-    name = spelling(config, *DTYPE_NAMES)
-    if config.get(name) is None:
-        raise ValueError(f"config lacks {name} (in Python, dtype_bytes stands in for it)")
-    dtype = config[name] if isinstance(config[name], str) else ""
-    bits = re.fullmatch(r"(torch\.)?b?f(loat|p)?(8(?=\Z|_)|16\Z|32\Z|64\Z)(_\w+)?", dtype)
+    Engines run float32 models, and those that name no dtype, in 16 bits.
+    """
+    name, dtype = setting(config, "dtype")
+    if dtype is None:
+        return 2
+    text = dtype if isinstance(dtype, str) else ""
+    bits = re.fullmatch(r"(torch\.)?b?f(loat|p)?(8(?=\Z|_)|16\Z|32\Z|64\Z)(_\w+)?", text)
     if not bits:
-        raise ValueError(f"{name} = {shown(config[name])} is not supported")
-    return int(bits[3]) // 8
+        raise ValueError(f"{name} = {shown(dtype)} is not supported; dtype_bytes stands in for it")
+    return {"8": 1, "64": 8}.get(bits[3], 2)
 
 
-# Settings that betray an architecture whose KV follows other rules: chunked attention, hybrids that
-# choose layers in another way, encoders, layers that share KV or differ in shape, an index to
-# search KV. Better no answer than a wrong one, as far as a list of names can see to it.
-UNSUPPORTED = (
-    "attention_chunk_size", "attention_types", "attn_layer_period", "attn_type_list",
-    "block_types", "hybrid_override_pattern", "layers_block_type", "linear_attn_config",
-    "cross_attention_layers", "is_encoder_decoder", "num_kv_shared_layers", "block_configs",
-    "num_key_value_heads_per_layer", "num_global_key_value_heads", "swa_head_dim", "index_topk",
-    "attn_layer_indices", "full_attn_idxs", "num_attention_groups", "mb_per_layer", "mamba_step",
-    "global_attn_idx", "kv_reuse_group", "cla_share_factor", "hybrid_layer_ids",
-    "global_attn_every_n_layers",
-)  # fmt: skip
-
-
-def text_config_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config that is about the decoder, if it is one that is supported."""
-    text = config.get("text_config")
-    if text is not None:
-        if not isinstance(text, Mapping):
-            raise TypeError(f"text_config must be a dict, not {shown(text)}")
-        outer, config = config, dict(text)
-        if config.get(spelling(text, *DTYPE_NAMES)) is None:
-            config["torch_dtype"] = outer.get(spelling(outer, *DTYPE_NAMES))
-        config.setdefault("model_type", outer.get("model_type"))
-    for name in UNSUPPORTED:
-        if config.get(name):
-            raise ValueError(f"config has {name}: its architecture is not supported")
-    return config
-
-
-def kv_bytes(config: Mapping[str, Any], tokens: int = 1, dtype_bytes: int | None = None) -> int:
+def kv_bytes(config: Config, tokens: int = 1, dtype_bytes: float | None = None, tp: int = 1) -> int:
     """Bytes of KV cache that one sequence of `tokens` tokens holds, from a model's config.json.
 
-    `config` is the file read as a dict; where it nests a `text_config`, that counts. A value takes
-    `dtype_bytes` bytes (fp8: 1), or as many as the config's dtype. (Engines run float32 models in
-    16 bits: give 2.) A config that lacks a setting, contradicts itself or is of an architecture not
-    known here raises ValueError or TypeError, and names the setting.
-
-    This is one copy. Tensor parallelism repeats KV heads where it has more GPUs than there are KV
-    heads, and a latent on every GPU.
+    `config` is the file read as a dict; where it nests the decoder (`text_config`, `llm_config`,
+    `language_config`, `thinker_config`), that counts. A value takes `dtype_bytes` bytes (fp8: 1;
+    llama.cpp's q8_0: 1.0625; int4: 0.5), or as many as the config's dtype, 2 if that is float32 or
+    not named. The total is rounded up to whole bytes. With `tp` it is the bytes on each GPU: KV
+    heads are split, and repeated where there are more GPUs than heads; a latent is whole on each.
 
     - Full attention: 2 x KV heads x head_dim values a layer and token (MHA, GQA and MQA).
     - Multi-head latent attention: kv_lora_rank + qk_rope_head_dim values a layer and token, once
       for all heads and for both K and V (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1).
-    - Sliding-window layers hold `sliding_window` tokens at most (an engine, a prefill chunk more).
-      Linear-attention layers hold no KV; their state, which does not grow, is not counted.
+    - Layers with a window or in chunks hold no more tokens than that (an engine, a prefill chunk
+      more), linear-attention and state-space layers no KV; their state is not counted.
+
+    A config that lacks a setting, contradicts itself or is of an architecture not known here raises
+    ValueError or TypeError, and names the setting.
 
     >>> config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
     ...     "hidden_size": 4096, "torch_dtype": "bfloat16"}
-    >>> kv_bytes(config), kv_bytes(config, tokens=1000, dtype_bytes=1)
-    (131072, 65536000)
+    >>> kv_bytes(config), kv_bytes(config, tokens=1000, dtype_bytes=1), kv_bytes(config, tp=4)
+    (131072, 65536000, 32768)
     """
-    config = text_config_of(config)
-    layers = layers_of(config)
-    size = value_bytes(config) if dtype_bytes is None else dtype_bytes
-    if config.get("kv_lora_rank") is not None:
-        latent = dimension(config, "kv_lora_rank") + dimension(config, "qk_rope_head_dim")
-        per_layer = latent * size
-    else:
-        heads = dimension(config, "num_attention_heads", "n_head")
-        per_layer = kv_bytes_per_token(
-            1, kv_heads_of(config, heads), head_dim_of(config, heads), size
-        )
-    window = min(tokens, dimension(config, "sliding_window")) if SLIDING in layers else 0
-    return per_layer * (tokens * layers.count(FULL) + window * layers.count(SLIDING))
+    where, part = decoder_of(config)
+    try:
+        row = family_of(part)
+        part = filled(part, row)
+        layers = layers_of(part, row)
+        values = 0
+        for kind in sorted(set(layers)):
+            most = {WINDOW: "window", CHUNK: "attention_chunk_size"}.get(kind)
+            held = min(tokens, dimension(part, most)) if most else tokens
+            values += layers.count(kind) * values_of(part, row, kind, tp) * held
+        return math.ceil(values * (value_bytes(part) if dtype_bytes is None else dtype_bytes))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"in {where}: {error}" if where else str(error)) from None
 
 
-def model_table(path: str, s: Parts) -> None:
-    """Print block 1's table for the config.json at `path` (-: standard input), or UsageError."""
+def model_table(path: str, budget_gib: float | None, s: Parts) -> None:
+    """Print the bytes of a token and of sequences for the config.json at `path`, or UsageError.
+
+    `path` may be - (standard input). With `budget_gib` it adds what so many GiB hold.
+    """
     try:
         if path == "-":
             text = getattr(sys.stdin, "buffer", sys.stdin).read() if sys.stdin else b""
@@ -1935,13 +2119,23 @@ def model_table(path: str, s: Parts) -> None:
     except (TypeError, ValueError) as error:
         raise UsageError(f"--model {path}: {error}") from None
     print(f"  {ascii_line(path)}")
-    price_list(per_token, lambda context: sizes[context] / GIB)
+    print(f"  = {per_token:,} B/token = {per_token / 1024:,.10g} KiB per token\n")
+    share = f"{f'% of {budget_gib:g} GiB':>18}   sequences" if budget_gib else ""
+    print(f"     context   KV per sequence{share}")
+    for context, size in sizes.items():
+        line = f"{context:>12,}{size / GIB:>14.3f} GiB"
+        if budget_gib:
+            line += f"{size / GIB / budget_gib:>18.1%}{int(budget_gib * GIB) // size:>12,}"
+        print(line)
     if sizes[CONTEXTS[-1]] < CONTEXTS[-1] * per_token:
-        say("Its sliding-window layers stop growing at their window, so later tokens cost less.")
+        say("Layers with a window or a chunk stop growing there, so later tokens cost less.")
+    if budget_gib:
+        pages = s["budget_tokens"](budget_gib, per_token) // 16
+        say(f"{budget_gib:g} GiB are {pages:,} pages of 16 tokens that every layer keeps.")
     say(
-        f"""The replica is this lesson's: {KV_BUDGET_GIB} GiB for KV, which a 70B's weights leave of
-        4 x H100. KV is counted once; tensor parallelism repeats KV heads that are fewer than the
-        GPUs, and a latent on each."""
+        """One copy of the KV, in GiB of 2^30 bytes, at the width that the dtype names; where it
+        names none or float32, 2 bytes a value, as engines run those. A GPU of a tensor-parallel
+        replica holds less, and repeats what it cannot split: kv_bytes(config, tp=...) says."""
     )
 
 
@@ -2190,9 +2384,15 @@ def share_below_one(name: str, value: Any) -> float:
     return share
 
 
-def limit(name: str, value: Any) -> int | None:
-    """A whole number from 1 on, or None for no limit."""
-    return None if value is None else whole(name, value, least=1)
+def width(name: str, value: Any) -> float:
+    """Bytes of one value: an int where they are whole, so that products stay exact."""
+    size = number(name, value, least=0.01, most=1000)
+    return int(size) if size.is_integer() else size
+
+
+def optional(name: str, value: Any, rule: Callable[[str, Any], Any]) -> Any:
+    """None, or what the rule allows."""
+    return None if value is None else rule(name, value)
 
 
 def pairs(name: str, requests: Any) -> Iterator[tuple[int, int]]:
@@ -2247,7 +2447,7 @@ anything = partial(number, least=0)
 
 # What a parameter may be, by its name; some mean something else in one mechanism.
 ALLOWED: dict[str, Callable[[str, Any], Any]] = {
-    "layers": some, "kv_heads": some, "q_heads": some, "head_dim": some, "dtype_bytes": some,
+    "layers": some, "kv_heads": some, "q_heads": some, "head_dim": some, "dtype_bytes": width,
     "kv_per_token": some, "reserve": some, "page_tokens": some, "pages": some, "tp": some,
     "tokens": whole, "prefix": whole, "requests": pairs, "config": mapping,
     "n": partial(whole, most=10**8), "seed": partial(whole, least=-(10**18)),
@@ -2255,12 +2455,13 @@ ALLOWED: dict[str, Callable[[str, Any], Any]] = {
     "n_params": number, "flops_per_gpu": number, "mfu": partial(number, most=1),
     "attention": truth, "copy_on_write": truth,
     "occupancy": partial(number, least=0, most=1), "watermark": share_below_one,
-    "max_running": limit, "max_batched_tokens": limit, "step_seconds": function,
+    "max_running": partial(optional, rule=some), "step_seconds": function,
+    "max_batched_tokens": partial(optional, rule=some),
     "fetch_seconds kv_per_token": number, "break_even kv_per_token": number,
     "step_seconds kv_per_token": number, "step_seconds tokens": anything,
     "step_seconds held_tokens": anything, "break_even prefix": some,
     "shortest_fetch gb_per_s": partial(number, least=1e-3),
-    "kv_bytes dtype_bytes": limit,
+    "kv_bytes dtype_bytes": partial(optional, rule=width),
 }  # fmt: skip
 
 
@@ -2300,12 +2501,14 @@ usage: m02_kv_cache [one of the following]
   --block N     block N alone, from 1 to 6; the blocks it needs run silently
   --quiet       the assembly only
   --verify      check the 14 claims; exit 1 if one fails
-  --model FILE  block 1's table for a model's config.json (-: standard input)
+  --model FILE  block 1's table for a model's config.json (-: standard input);
+                with --budget GIB also what fits into so much memory
   --predict     guess six numbers first, and see how far off you are
   --help        this text
 """
 MODES = (
-    "use nothing, --block N (N from 1 to 6), --quiet, --verify, --model FILE, --predict or --help"
+    "use nothing, --block N (N from 1 to 6), --quiet, --verify, --model FILE [--budget GIB],"
+    " --predict or --help"
 )
 
 
@@ -2328,6 +2531,17 @@ def block_number(text: str) -> int:
     return int(text)
 
 
+def gib(text: str) -> float:
+    """A number of GiB, as it is typed."""
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not 1e-6 <= size <= 1e9:
+        raise argparse.ArgumentTypeError(f"{text!a} is not a number of GiB above 0")
+    return size
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The mode that the command line asks for, or UsageError."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -2338,10 +2552,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     modes.add_argument("--model", action="append")
     modes.add_argument("--predict", action="store_true")
     modes.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--budget", type=gib, action="append")
     mode = parser.parse_args(argv)
-    for name in ("block", "model"):
+    for name in ("block", "model", "budget"):
         if len(getattr(mode, name) or ()) > 1:
             parser.error(f"argument --{name}: given more than once")
+    if mode.budget and not mode.model:
+        parser.error("argument --budget: only with --model FILE")
     return mode
 
 
@@ -2356,7 +2573,7 @@ def run(mode: argparse.Namespace) -> int:
     elif mode.quiet:
         assembly(parts())
     elif mode.model:
-        model_table(mode.model[0], parts())
+        model_table(mode.model[0], mode.budget and mode.budget[0], parts())
     elif mode.block:
         (chosen,) = mode.block
         first = prerequisites(chosen)

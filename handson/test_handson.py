@@ -855,258 +855,358 @@ class RangesOverSeeds(unittest.TestCase):
         self.check(lesson.REPREFILLED_AT_95, tokens, 1)
 
 
-def shape(layers, heads, kv_heads, hidden, **more):
-    """A config.json as most decoders have it, in bfloat16."""
-    return {
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "hidden_size": hidden,
-        "torch_dtype": "bfloat16",
-        **more,
-    }
-
-
-LLAMA_8B = shape(32, 32, 8, 4096)
-QWEN_7B = shape(
-    28, 28, 4, 3584, use_sliding_window=False, sliding_window=131_072, max_window_layers=28
-)
-MHA = shape(32, 32, None, 4096)
-GPT_OSS = shape(
-    24, 64, 8, 2880, head_dim=64, sliding_window=128,
-    layer_types=["sliding_attention", "full_attention"] * 12,
-)  # fmt: skip
-DEEPSEEK_V3 = shape(61, 128, 128, 7168, kv_lora_rank=512, qk_rope_head_dim=64, q_lora_rank=1536)
-GEMMA_27B = shape(62, 32, 16, 5376, head_dim=128, sliding_window=1024, model_type="gemma3_text")
-QWEN3_NEXT = shape(48, 16, 2, 2048, head_dim=256, full_attention_interval=4)
-FALCON_7B = {
-    "hidden_size": 4544, "n_layer": 32, "n_head": 71, "multi_query": True, "torch_dtype": "bfloat16"
-}  # fmt: skip
 K = 1024
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
-PER_TOKEN = {  # model: (config, bytes a token)
-    "Llama-3.1 8B": (LLAMA_8B, 128 * K),
-    "Llama-3.1 70B": (shape(80, 64, 8, 8192), 320 * K),
-    "Llama-3.1 405B": (shape(126, 128, 8, 16_384), 516_096),
-    "Llama-2 7B, no KV heads given": (shape(32, 32, None, 4096), 512 * K),
-    "Llama-2 70B": (shape(80, 64, 8, 8192), 320 * K),
-    "Mistral 7B v0.1": (shape(32, 32, 8, 4096, sliding_window=4096), 128 * K),
-    "Qwen2.5 7B": (QWEN_7B, 57_344),
-    "Qwen3 4B, wide heads": (shape(36, 32, 8, 2560, head_dim=128), 36 * 2 * 8 * 128 * 2),
-    "Mistral Small 24B": (shape(40, 32, 8, 5120, head_dim=128, sliding_window=None), 160 * K),
-    "gpt-oss 20B": (GPT_OSS, 24 * 2 * 8 * 64 * 2),
-    "DeepSeek-V3": (DEEPSEEK_V3, 70_272),
-    "Gemma 3 27B": (GEMMA_27B, 62 * 2 * 16 * 128 * 2),
-    "Qwen3-Next 80B": (QWEN3_NEXT, 12 * 2 * 2 * 256 * 2),
-    "Falcon 7B": (FALCON_7B, 32 * 2 * 64 * 2),
-    "Falcon 7B, as its config has it": ({**FALCON_7B, "num_kv_heads": 71}, 32 * 2 * 64 * 2),
-    "ChatGLM, groups not in use": (
-        {**MHA, "multi_query_attention": False, "multi_query_group_num": 2}, 512 * K
+
+def shape(layers, heads, kv_heads, hidden, **more):
+    """A config as most families write it."""
+    config = {
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "hidden_size": hidden, "torch_dtype": "bfloat16", **more,
+    }  # fmt: skip
+    return {name: value for name, value in config.items() if value is not None or name in more}
+
+
+def config_of(model_type, *dims, **more):
+    """The same with a model_type, and nothing else if no dimensions are given."""
+    return {**(shape(*dims) if dims else {}), "model_type": model_type, **more}
+
+
+def per_layer(kv_heads, head_dim):
+    """Bytes of a layer and token in 16 bits."""
+    return 2 * kv_heads * head_dim * 2
+
+
+LLAMA_8B = config_of("llama", 32, 32, 8, 4096)
+DEEPSEEK_V3 = config_of(
+    "deepseek_v3", 61, 128, 128, 7168, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128
+)
+QWEN_7B = config_of(
+    "qwen2", 28, 28, 4, 3584, use_sliding_window=False, sliding_window=131_072, max_window_layers=28
+)
+GPT_OSS = config_of(
+    "gpt_oss", 24, 64, 8, 2880, head_dim=64, sliding_window=128, layer_types=[SLIDING, FULL] * 12
+)
+FALCON_7B = {
+    "model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
+    "multi_query": True,
+}  # fmt: skip
+NEMOTRON = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+T = 131_072
+
+# model: (config, bytes of the first token, bytes of T tokens)
+PUBLISHED = {
+    "Llama-3.1 8B": (LLAMA_8B, 128 * K, 128 * K * T),
+    "Llama-3.1 405B": (config_of("llama", 126, 128, 8, 16_384), 516_096, 516_096 * T),
+    "Llama-2 7B, no KV heads": (config_of("llama", 32, 32, None, 4096), 512 * K, 512 * K * T),
+    "LLaVA 1.5 7B": (
+        {"model_type": "llava", "text_config": config_of("llama", torch_dtype="float16")},
+        512 * K, 512 * K * T,
     ),
-    "MQA said twice": ({**FALCON_7B, "num_kv_heads": 1}, 32 * 2 * 64 * 2),
-    "Gemma 3 12B, head_dim not given": (
-        shape(48, 16, 8, 3840, sliding_window=1024, model_type="gemma3_text"),
-        48 * 2 * 8 * 256 * 2,
+    "Mistral 7B v0.1": (config_of("mistral", 32, 32, 8, 4096), 128 * K, 128 * K * 4096),
+    "Mistral 7B v0.3": (
+        config_of("mistral", 32, 32, 8, 4096, sliding_window=None), 128 * K, 128 * K * T
     ),
-    "nested, its type outside": (
-        {"model_type": "gemma3", "text_config": {**GEMMA_27B, "head_dim": None}},
-        62 * 2 * 16 * 256 * 2,
+    "Mixtral 8x7B": (config_of("mixtral", 32, 32, 8, 4096), 128 * K, 128 * K * T),
+    "Pixtral 12B": (
+        {
+            "model_type": "llava", "torch_dtype": "bfloat16",
+            "text_config": config_of(
+                "mistral", hidden_size=5120, head_dim=128, num_hidden_layers=40, sliding_window=None
+            ),
+        },
+        160 * K, 160 * K * T,
+    ),
+    "Qwen 7B": (
+        {"model_type": "qwen", "num_hidden_layers": 32, "num_attention_heads": 32,
+         "hidden_size": 4096, "kv_channels": 128}, 512 * K, 512 * K * T,
+    ),
+    "Qwen2.5 7B": (QWEN_7B, 57_344, 57_344 * T),
+    "Qwen3 235B": (config_of("qwen3_moe", 94, 64, 4, 4096, head_dim=128), 192_512, 192_512 * T),
+    "Qwen3-Next 80B": (
+        config_of("qwen3_next", 48, 16, 2, 2048, head_dim=256), 24_576, 24_576 * T
+    ),
+    "Qwen3.5 35B": (
+        {"model_type": "qwen3_5_moe", "text_config": config_of("qwen3_5_moe_text", 40, 16, 2, 2048)},
+        20_480, 20_480 * T,
+    ),
+    "DeepSeek-V3": (DEEPSEEK_V3, 70_272, 70_272 * T),
+    "Kimi-K2.5": (
+        {"model_type": "kimi_k25", "text_config": {**DEEPSEEK_V3, "model_type": "kimi_k2"}},
+        70_272, 70_272 * T,
+    ),
+    "Kimi-Linear 48B": (
+        config_of("kimi_linear", 27, 32, 32, 2304, kv_lora_rank=512, qk_rope_head_dim=64,
+              linear_attn_config={"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]}),
+        8064, 8064 * T,
+    ),
+    "GLM-4 9B": (
+        {"model_type": "chatglm", "num_layers": 40, "num_attention_heads": 32, "hidden_size": 4096,
+         "kv_channels": 128, "multi_query_attention": True, "multi_query_group_num": 2,
+         "torch_dtype": "bfloat16"},
+        40 * K, 40 * K * T,
+    ),
+    "Falcon 7B": (FALCON_7B, 32 * per_layer(1, 64), 32 * per_layer(1, 64) * T),
+    "Falcon 7B, all its heads": (
+        {**FALCON_7B, "num_kv_heads": 71}, 32 * per_layer(1, 64), 32 * per_layer(1, 64) * T
     ),
     "Falcon 40B": (
+        config_of("falcon", 60, 128, 8, 8192, multi_query=True, new_decoder_architecture=True),
+        60 * per_layer(8, 64), 60 * per_layer(8, 64) * T,
+    ),
+    "SantaCoder": (
+        {"model_type": "gpt2", "n_embd": 2048, "n_head": 16, "n_layer": 24, "torch_dtype":
+         "float32", "attention_head_type": "multiquery"}, 12_288, 12_288 * T,
+    ),
+    "Gemma 3 27B": (
         {
-            "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128,
-            "multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 8,
-            "torch_dtype": "bfloat16",
+            "model_type": "gemma3", "torch_dtype": "bfloat16",
+            "text_config": config_of("gemma3_text", 62, 32, 16, 5376, head_dim=128,
+                                 sliding_window=1024),
         },
-        60 * 2 * 8 * 64 * 2,
+        62 * per_layer(16, 128), (10 * T + 52 * 1024) * per_layer(16, 128),
     ),
-    "GPT-2": ({"n_layer": 12, "n_head": 12, "n_embd": 768, "dtype": "float32"}, 12 * 2 * 768 * 4),
-    "StarCoder": (
-        {
-            "n_layer": 40, "n_head": 48, "n_embd": 6144, "multi_query": True,
-            "torch_dtype": "float16",
-        },
-        40 * 2 * 128 * 2,
-    ),
-    "ChatGLM2 6B": (
-        {
-            "num_layers": 28, "num_attention_heads": 32, "hidden_size": 4096, "kv_channels": 128,
-            "multi_query_attention": True, "multi_query_group_num": 2, "torch_dtype": "float16",
-        },
-        28 * 2 * 2 * 128 * 2,
-    ),
-    "the text model of a multimodal one": (
-        {"text_config": {**LLAMA_8B, "torch_dtype": None}, "dtype": "float32", "hidden_size": 1},
-        256 * K,
-    ),
-    "the same with a dtype of its own": (
-        {"text_config": LLAMA_8B, "torch_dtype": "float32"}, 128 * K
-    ),
-}  # fmt: skip
-
-GROWTH = {  # model: (config, tokens, bytes of the sequence)
-    "full": (LLAMA_8B, 131_072, 131_072 * 128 * K),
-    "nothing yet": (LLAMA_8B, 0, 0),
-    "Mistral 7B below its window": (PER_TOKEN["Mistral 7B v0.1"][0], 4095, 4095 * 128 * K),
-    "and beyond it": (PER_TOKEN["Mistral 7B v0.1"][0], 131_072, 4096 * 128 * K),
-    "Qwen2.5 7B, window off": (QWEN_7B, 200_000, 200_000 * 57_344),
-    "Qwen2 with its window on": (
-        {**QWEN_7B, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 21},
-        1000,
-        (21 * 1000 + 7 * 100) * 2 * 4 * 128 * 2,
-    ),
-    "gpt-oss 20B": (GPT_OSS, 1000, (12 * 1000 + 12 * 128) * 2 * 8 * 64 * 2),
-    "Gemma 3 27B": (GEMMA_27B, 10_000, (10 * 10_000 + 52 * 1024) * 2 * 16 * 128 * 2),
-    "nested, its type outside": (
+    "Gemma 3 4B, silent": (
         {
             "model_type": "gemma3",
-            "text_config": {x: y for x, y in GEMMA_27B.items() if x != "model_type"},
+            "text_config": {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024},
         },
-        10_000,
-        (10 * 10_000 + 52 * 1024) * 2 * 16 * 128 * 2,
+        34 * per_layer(4, 256), (5 * T + 29 * 1024) * per_layer(4, 256),
     ),
-    "the same, pattern given": (
-        {**GEMMA_27B, "model_type": None, "sliding_window_pattern": 6},
-        10_000,
-        (10 * 10_000 + 52 * 1024) * 2 * 16 * 128 * 2,
+    "Gemma 3n E4B": (
+        {"model_type": "gemma3n", "text_config": config_of("gemma3n_text", 35, 8, 2, 2048)},
+        20 * per_layer(2, 256), (4 * T + 16 * 512) * per_layer(2, 256),
     ),
-    "every layer full": (
-        {**LLAMA_8B, "sliding_window": 9, "sliding_window_pattern": 1}, 20, 20 * 128 * K
+    "Gemma 4 26B": (
+        {
+            "model_type": "gemma4",
+            "text_config": config_of(
+                "gemma4_text", 30, 16, 8, 2816, head_dim=256, global_head_dim=512,
+                attention_k_eq_v=True, num_global_key_value_heads=2, sliding_window=1024,
+                num_kv_shared_layers=0,
+            ),
+        },
+        25 * per_layer(8, 256) + 5 * per_layer(2, 512),
+        25 * per_layer(8, 256) * 1024 + 5 * per_layer(2, 512) * T,
     ),
-    "two ways to say the same": (
-        {**GPT_OSS, "sliding_window_pattern": 2}, 1000, (12 * 1000 + 12 * 128) * 2 * 8 * 64 * 2
-    ),
-    "the last two layers are not yet a period": (
-        {**LLAMA_8B, "num_hidden_layers": 5, "sliding_window": 9, "sliding_window_pattern": 3},
-        20,
-        (20 + 4 * 9) * 4 * K,
+    "gpt-oss 20B": (GPT_OSS, 48 * K, (12 * T + 12 * 128) * per_layer(8, 64)),
+    "Command R7B": (
+        config_of("cohere2", 32, 32, 8, 4096, sliding_window=4096, sliding_window_pattern=4),
+        128 * K, (8 * T + 24 * 4096) * 4 * K,
     ),
     "EXAONE 4 32B": (
-        shape(64, 40, 8, 5120, head_dim=128, sliding_window=4096, sliding_window_pattern="LLLG"),
-        10_000,
-        (16 * 10_000 + 48 * 4096) * 4 * K,
+        config_of("exaone4", 64, 40, 8, 5120, sliding_window=4096, sliding_window_pattern="LLLG"),
+        64 * 4 * K, (16 * T + 48 * 4096) * 4 * K,
     ),
-    "Qwen3-Next 80B": (QWEN3_NEXT, 1000, 1000 * 24_576),
-    "the same by layer types": (
+    "EXAONE 4 1.2B": (
+        config_of("exaone4", 30, 32, 8, 2048, sliding_window=None, sliding_window_pattern="LLLG"),
+        30 * per_layer(8, 64), 30 * per_layer(8, 64) * T,
+    ),
+    "Llama-4 Scout": (
         {
-            **QWEN3_NEXT, "full_attention_interval": None,
-            "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 12,
+            "model_type": "llama4",
+            "text_config": config_of("llama4_text", 48, 40, 8, 5120, head_dim=128, no_rope_layers=[]),
         },
-        1000,
-        1000 * 24_576,
+        192 * K, (12 * T + 36 * 8192) * 4 * K,
     ),
-    "DeepSeek-V3": (DEEPSEEK_V3, 1000, 1000 * 70_272),
+    "MiniMax-M1": (
+        config_of("minimax_m1", 80, 64, 8, 6144, head_dim=128, attn_type_list=([0] * 7 + [1]) * 10,
+              sliding_window=None),
+        40 * K, 40 * K * T,
+    ),
+    "MiniMax-M3": (
+        config_of("minimax_m3", 60, 64, 4, 6144, head_dim=128, sparse_attention_config={
+            "sparse_attention_freq": [0] * 3 + [1] * 57, "sparse_index_dim": 128}),
+        137_472, 137_472 * T,
+    ),
+    "Nemotron-3 Nano": (
+        config_of("nemotron_h", 52, 32, 2, 2688, head_dim=128, hybrid_override_pattern=NEMOTRON),
+        6 * K, 6 * K * T,
+    ),
+    "LFM2 1.2B": (
+        config_of("lfm2", 16, 32, 8, 2048, full_attn_idxs=[2, 5, 8, 10, 12, 14]),
+        12 * K, 12 * K * T,
+    ),
+    "Jamba": (
+        config_of("jamba", 32, 32, 8, 4096, attn_layer_offset=4, attn_layer_period=8),
+        16 * K, 16 * K * T,
+    ),
+    "Granite 4 micro, hybrid": (
+        config_of("granitemoehybrid", 40, 32, 8, 2048,
+              layer_types=(["mamba"] * 9 + ["attention"]) * 4),
+        8 * K, 8 * K * T,
+    ),
+    "Hunyuan-Large": (
+        config_of("hunyuan", 64, 80, 8, 6400, attention_head_dim=128, use_cla=True, cla_share_factor=2),
+        128 * K, 128 * K * T,
+    ),
+    "Qwen2.5-Omni 7B": (
+        {"model_type": "qwen2_5_omni", "thinker_config": {
+            "model_type": "qwen2_5_omni_thinker",
+            "text_config": config_of("qwen2_5_omni_text", 28, 28, 4, 3584, sliding_window=32_768)}},
+        57_344, 57_344 * T,
+    ),
+    "InternVL3 1B": (
+        {"model_type": "internvl_chat", "llm_config": config_of("qwen2", 24, 14, 2, 896)},
+        12 * K, 12 * K * T,
+    ),
+    "LongCat-Flash": (
+        {"model_type": "longcat_flash", "num_layers": 28, "kv_lora_rank": 512,
+         "qk_rope_head_dim": 64},
+        28 * 2 * 576 * 2, 28 * 2 * 576 * 2 * T,
+    ),
+    "MiniMax-M2": (
+        config_of("minimax_m2", 62, 48, 8, 3072, head_dim=128, attn_type_list=[1] * 62),
+        62 * 4 * K, 62 * 4 * K * T,
+    ),
+    "DeepSeek-OCR": (
+        {
+            "model_type": "deepseek_vl_v2", "torch_dtype": "bfloat16",
+            "language_config": config_of(
+                "deepseek_v2", 12, 10, 10, 1280, kv_lora_rank=None, qk_rope_head_dim=0,
+                qk_nope_head_dim=0, v_head_dim=0, use_mla=False,
+            ),
+        },
+        12 * per_layer(10, 128), 12 * per_layer(10, 128) * T,
+    ),
+    "Qwen2.5-VL 7B": (
+        config_of("qwen2_5_vl", 28, 28, 4, 3584, sliding_window=32_768, use_sliding_window=False,
+              max_window_layers=28),
+        57_344, 57_344 * T,
+    ),
+    "Phi-3 mini 4k": (
+        config_of("phi3", 32, 32, 32, 3072, sliding_window=2047), 32 * per_layer(32, 96),
+        32 * per_layer(32, 96) * 2047,
+    ),
+    "Step 3.5 Flash": (
+        {"model_type": "step3p5", "num_hidden_layers": 45, "num_attention_heads": 64,
+         "num_attention_groups": 8, "head_dim": 128, "hidden_size": 4096, "sliding_window": 512,
+         "attention_other_setting": {"num_attention_groups": 8}, "num_nextn_predict_layers": 3,
+         "layer_types": ([FULL] + [SLIDING] * 3) * 12},
+        45 * 4 * K, (12 * T + 33 * 512) * 4 * K,
+    ),
+    "keys alone, window": (shape(32, 32, 8, 4096, sliding_window=4096), 128 * K, 128 * K * 4096),
+    "keys alone, latent": (
+        shape(61, 128, 128, 7168, kv_lora_rank=512, qk_rope_head_dim=64), 70_272, 70_272 * T
+    ),
 }  # fmt: skip
 
-UNCLEAR = [  # a config, and how the message must begin
-    ({}, "config lacks num_hidden_layers"),
-    ({**LLAMA_8B, "num_hidden_layers": None}, "config lacks num_hidden_layers"),
-    ({**LLAMA_8B, "num_hidden_layers": 0}, "num_hidden_layers must be from 1 to"),
-    ({**LLAMA_8B, "num_hidden_layers": "32"}, "num_hidden_layers must be a whole number, not '32'"),
-    ({**LLAMA_8B, "num_hidden_layers": 10**9}, "num_hidden_layers must be from 1 to"),
-    ({**LLAMA_8B, "num_attention_heads": None}, "config lacks num_attention_heads"),
-    ({**LLAMA_8B, "hidden_size": None}, "config lacks hidden_size"),
-    (
-        {**LLAMA_8B, "hidden_size": 4100},
-        "config lacks head_dim, and hidden_size = 4100 is no multi",
-    ),
-    ({**LLAMA_8B, "head_dim": -1}, "head_dim must be from 1 to"),
-    ({**LLAMA_8B, "num_key_value_heads": 7}, "num_key_value_heads = 7 does not divide the 32"),
-    ({**LLAMA_8B, "num_key_value_heads": 64}, "num_key_value_heads = 64 does not divide the 32"),
-    ({**LLAMA_8B, "num_key_value_heads": [8]}, "num_key_value_heads must be a whole number"),
-    ({**LLAMA_8B, "num_kv_heads": 4}, "num_key_value_heads = 8 contradicts num_kv_heads = 4"),
-    ({**LLAMA_8B, "n_layer": 31}, "num_hidden_layers = 32 contradicts n_layer = 31"),
-    ({**LLAMA_8B, "multi_query": True}, "num_key_value_heads = 8 contradicts multi_query"),
-    ({**LLAMA_8B, "multi_query": "false"}, "multi_query must be True or False, not 'false'"),
-    ({**LLAMA_8B, "use_sliding_window": "no"}, "use_sliding_window must be True or False"),
-    ({**MHA, "multi_query_attention": 0}, "multi_query_attention must be True or False, not 0"),
-    ({**MHA, "multi_query_attention": True}, "config lacks num_key_value_heads"),
-    ({**LLAMA_8B, "torch_dtype": None}, "config lacks torch_dtype"),
-    ({**LLAMA_8B, "torch_dtype": "float16_bogus"}, "torch_dtype = 'float16_bogus' is not supp"),
-    ({**LLAMA_8B, "torch_dtype": [[2]]}, "torch_dtype = [[2]] is not supported"),
-    ({**LLAMA_8B, "torch_dtype": "int3"}, "torch_dtype = 'int3' is not supported"),
-    ({**LLAMA_8B, "dtype": "float32"}, "torch_dtype = 'bfloat16' contradicts dtype = 'float32'"),
-    ({**DEEPSEEK_V3, "qk_rope_head_dim": None}, "config lacks qk_rope_head_dim"),
-    ({**GPT_OSS, "layer_types": ["full_attention"]}, "layer_types must list 24 layers"),
-    ({**GPT_OSS, "layer_types": ["new"] * 24}, "layer_types has 'new', which is not supported"),
-    ({**GPT_OSS, "sliding_window": None}, "layer_types has sliding layers, but sliding_window"),
-    ({**GPT_OSS, "use_sliding_window": False}, "layer_types has sliding layers, but sliding_win"),
-    ({**GPT_OSS, "sliding_window": 0}, "sliding_window must be from 1 to"),
-    ({**GPT_OSS, "sliding_window_pattern": 3}, "sliding_window_pattern contradicts layer_types"),
-    ({**GPT_OSS, "full_attention_interval": 2}, "full_attention_interval contradicts layer_types"),
-    ({**LLAMA_8B, "sliding_window_pattern": 6}, "config lacks sliding_window"),
-    ({**LLAMA_8B, "use_sliding_window": True}, "config lacks sliding_window"),
-    ({**LLAMA_8B, "is_encoder_decoder": True}, "config has is_encoder_decoder: its architecture"),
+KNOWN_NOT = "model_type 'x' is not one of those known here; kv_bytes_per_token takes layers,"
+REFUSED = [  # a config, and how the message must begin
+    (config_of("x", 32, 32, 8, 4096), KNOWN_NOT),
+    (config_of("bert", 12, 12, None, 768), "model_type 'bert' is not one of those known here"),
+    ({**LLAMA_8B, "model_type": 5}, "model_type 5 is not one of"),
+    (config_of("deepseek_v32"), "model_type 'deepseek_v32' is not"),
+    ({**DEEPSEEK_V3, "index_topk": 2048}, "config has index_topk: its architecture is not"),
+    (config_of("whisper", is_encoder_decoder=True), "config has is_encoder_decoder: its archit"),
+    ({**LLAMA_8B, "sliding_window": 4096}, "sliding_window = 4096 is not supported for its"),
+    ({**LLAMA_8B, "layer_types": ["mamba"] * 32}, "layer_types has layers of a kind that its"),
     ({**LLAMA_8B, "attn_layer_period": 8}, "config has attn_layer_period: its architecture"),
+    ({**LLAMA_8B, "kv_lora_rank": 512}, "config has kv_lora_rank: its architecture"),
+    ({**LLAMA_8B, "num_attention_heads": 24}, "config lacks head_dim, and hidden_size = 4096 is"),
+    ({**LLAMA_8B, "num_key_value_heads": 7}, "num_key_value_heads = 7 does not divide the 32"),
+    ({**LLAMA_8B, "n_layer": 31}, "num_hidden_layers = 32 contradicts n_layer = 31"),
+    ({**LLAMA_8B, "num_hidden_layers": "32"}, "num_hidden_layers must be a whole number, not '32'"),
+    ({**LLAMA_8B, "torch_dtype": "int3"}, "torch_dtype = 'int3' is not supported; dtype_bytes"),
+    ({**GPT_OSS, "layer_types": ["new"] * 24}, "layer_types has 'new', which is not supported"),
+    ({**GPT_OSS, "layer_types": [FULL]}, "layer_types must list 24 layers"),
+    ({**GPT_OSS, "sliding_window": None}, "layer_types has sliding layers, but sliding_window"),
+    (config_of("seed_oss", 2, 80, None, 5120), "config lacks num_key_value_heads"),
+    (config_of("granitemoehybrid", 40, 32, 8, 2048), "config lacks layer_types"),
+    (config_of("bamba", 40, 32, 8, 2048), "config lacks attn_layer_indices"),
+    (config_of("deepseek_v3", 61, 128, 128, 7168), "config lacks kv_lora_rank"),
     ({"text_config": 5}, "text_config must be a dict, not 5"),
-    ({"text_config": {}, "num_hidden_layers": 32}, "config lacks num_hidden_layers"),
+    ({"text_config": {}}, "in text_config: config lacks num_hidden_layers"),
+    (
+        {"thinker_config": {"text_config": config_of("olmo")}},
+        "in thinker_config.text_config: config lacks num_hidden_layers",
+    ),
+    ({}, "config lacks num_hidden_layers"),
 ]
 
 
 class Configs(unittest.TestCase):
-    def test_bytes_per_token(self):
-        for model, (config, per_token) in PER_TOKEN.items():
+    def test_published_models(self):
+        for model, (config, first, all_of_t) in PUBLISHED.items():
             with self.subTest(model):
-                self.assertEqual(lesson.kv_bytes(config), per_token)
+                self.assertEqual(lesson.kv_bytes(config), first)
+                self.assertEqual(lesson.kv_bytes(config, T), all_of_t)
+                self.assertEqual(lesson.kv_bytes(config, 0), 0)
 
-    def test_bytes_of_a_sequence(self):
-        for model, (config, tokens, size) in GROWTH.items():
-            with self.subTest(model):
-                self.assertEqual(lesson.kv_bytes(config, tokens), size)
+    def test_a_config_is_left_as_it_was(self):
+        for config, _, _ in PUBLISHED.values():
+            before = repr(config)
+            lesson.kv_bytes(config)
+            self.assertEqual(repr(config), before)
 
-    def test_dtypes(self):
-        for name, size in (
-            ("float64", 8), ("float32", 4), ("float16", 2), ("torch.bfloat16", 2),
-            ("float8_e4m3fn", 1), ("fp8", 1),
-        ):  # fmt: skip
-            config = {**LLAMA_8B, "torch_dtype": name}
-            self.assertEqual(lesson.kv_bytes(config), 64 * K * size)
-            self.assertEqual(lesson.kv_bytes(config, dtype_bytes=1), 64 * K)
-        self.assertEqual(lesson.kv_bytes({**LLAMA_8B, "torch_dtype": None}, 3, 2), 3 * 128 * K)
+    def test_a_window_in_the_upper_layers(self):
+        config = {**QWEN_7B, "use_sliding_window": True, "sliding_window": 100}
+        config["max_window_layers"] = 21
+        self.assertEqual(lesson.kv_bytes(config, 1000), (21 * 1000 + 7 * 100) * 2 * K)
 
-    def test_the_lesson_s_model(self):
-        config = shape(lesson.LAYERS, lesson.Q_HEADS, lesson.KV_HEADS, 8192)
-        self.assertEqual(lesson.kv_bytes(config), lesson.KV_PER_TOKEN)
-
-    def test_unclear_configs(self):
-        for config, message in UNCLEAR:
+    def test_refusals(self):
+        for config, message in REFUSED:
             with self.subTest(message):
                 with self.assertRaises((ValueError, TypeError)) as caught:
                     lesson.kv_bytes(config)
                 self.assertTrue(str(caught.exception).startswith(message), caught.exception)
 
-    def test_every_bug_in_it_is_seen(self):
-        def wrong(kv_bytes):
-            cases = [(config, 1, size) for config, size in PER_TOKEN.values()]
-            for config, tokens, size in cases + list(GROWTH.values()):
-                try:
-                    if kv_bytes(config, tokens) != size:
-                        return True
-                except Exception:
-                    return True
-            return False
+    def test_width(self):
+        for name, size in (
+            ("float64", 8), ("float32", 2), (None, 2), ("float16", 2), ("torch.bfloat16", 2),
+            ("float8_e4m3fn", 1), ("fp8", 1),
+        ):  # fmt: skip
+            config = {**LLAMA_8B, "torch_dtype": name}
+            self.assertEqual(lesson.kv_bytes(config), 64 * K * size)
+            self.assertEqual(lesson.kv_bytes(config, dtype_bytes=1), 64 * K)
+        qwen_32b = config_of("qwen2", 64, 40, 8, 5120)
+        self.assertEqual(lesson.kv_bytes(qwen_32b, 32_768, 1.0625), 4352 * 2**20)
+        tiny = config_of("llama", 1, 1, 1, 1)
+        self.assertEqual([lesson.kv_bytes(tiny, n, 0.75) for n in (1, 2, 3)], [2, 3, 5])
 
-        self.assertFalse(wrong(lesson.kv_bytes))
-        for bug in (
-            ("return hidden // heads", "return hidden // heads * 2"),
-            ('name = spelling(config, "head_dim", "kv_channels")', 'name = "kv_channels"'),
-            ("kv_heads = heads if absent else", "kv_heads = heads if True else"),
-            ("per_layer = latent * size", "per_layer = 2 * latent * size"),
-            (' + dimension(config, "qk_rope_head_dim")', ""),
-            ("if (i + 1) % n else", "if i % n else"),
-            ("FULL if i < first else SLIDING", "FULL if i <= first else SLIDING"),
-            ('"linear_attention": NO_KV', '"linear_attention": FULL'),
-            ('"sliding_attention": SLIDING', '"sliding_attention": FULL'),
-            ("min(tokens, dimension", "max(tokens, dimension"),
-            (' and not flag(config, "new_decoder_architecture")', ""),
-            ('"gemma3_text": 6', '"gemma3_text": 5'),
-            ("        if config.get(spelling(text, *DTYPE_NAMES)) is None:", "        if True:"),
-            ("outer, config = config, dict(text)", "outer = config"),
-            ("return int(bits[3]) // 8", "return 2"),
-            ("window * layers.count(SLIDING)", "window * layers.count(FULL)"),
-        ):
-            with self.subTest(bug):
-                self.assertTrue(wrong(edited(bug).kv_bytes))
+    def test_each_gpu(self):
+        qwen = PUBLISHED["Qwen3 235B"][0]
+        self.assertEqual(lesson.kv_bytes(qwen, tp=4), 48_128)
+        self.assertEqual(lesson.kv_bytes(qwen, tp=8), 48_128)
+        self.assertEqual(lesson.kv_bytes(DEEPSEEK_V3, tp=8), 70_272)
+        self.assertEqual(lesson.kv_bytes(LLAMA_8B, 10, tp=2), 640 * K)
+        for config, tp in ((LLAMA_8B, 3), (LLAMA_8B, 12), (qwen, 6)):
+            with self.assertRaisesRegex(ValueError, f"tp = {tp} neither divides"):
+                lesson.kv_bytes(config, tp=tp)
+
+    def test_mutated_configs_raise_with_a_text(self, n=3000, seed=0):
+        draw = random.Random(seed)
+        bases = [config for config, _, _ in PUBLISHED.values()]
+        values = [
+            None, True, False, 0, 1, -1, 7, 10**20, 2.5, float("nan"), float("inf"), "", "x",
+            "LLG", "M*", [], [0], [1, 2], ["x"], [[]], [None], {}, {"a": 1}, "float32", 1e400,
+        ]  # fmt: skip
+        settings = sorted(
+            {name for config in bases for name in config}
+            | set(lesson.TELLTALES.split())
+            | lesson.CHOOSING
+            | {name for names in lesson.SPELLINGS.values() for name in names}
+        )
+        for _ in range(n):
+            config = dict(draw.choice(bases))
+            target = config
+            for name in lesson.DECODERS:
+                if name in config and draw.random() < 0.7:
+                    target = config[name] = dict(config[name])
+            for _ in range(draw.randint(1, 3)):
+                target[draw.choice(settings)] = draw.choice(values)
+            if draw.random() < 0.3:
+                target["model_type"] = draw.choice(sorted(lesson.FAMILIES))
+            try:
+                held = lesson.kv_bytes(
+                    config, draw.choice([0, 1, T]), draw.choice([None, 0.5, 2]),
+                    draw.choice([1, 2, 8]),
+                )  # fmt: skip
+            except (ValueError, TypeError) as error:
+                self.assertTrue(str(error), config)
+            else:
+                self.assertIsInstance(held, int)
 
 
 class Indexed:
@@ -1127,8 +1227,8 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
     (lambda: lesson.kv_bytes_per_token(0, 8, 128, 2), ValueError, "layers must be from 1 to"),
     (lambda: lesson.kv_bytes_per_token(80, 0, 128, 2), ValueError, "kv_heads must be from 1 to"),
     (lambda: lesson.kv_bytes_per_token(80, 8, -1, 2), ValueError, "head_dim must be from 1 to"),
-    (lambda: lesson.kv_bytes_per_token(80, 8, 128, 0), ValueError, "dtype_bytes must be from 1"),
-    (lambda: lesson.kv_bytes_per_token(80, 8, 128, 0.5), TypeError, "dtype_bytes must be a whole"),
+    (lambda: lesson.kv_bytes_per_token(80, 8, 128, 0), ValueError, "dtype_bytes must be from 0.01"),
+    (lambda: lesson.kv_bytes_per_token(80, 8, 128, "2"), TypeError, "dtype_bytes must be a number"),
     (lambda: lesson.kv_gib(-1), ValueError, "tokens must be from 0 to"),
     (lambda: lesson.kv_gib(1, 0), ValueError, "kv_per_token must be from 1 to"),
     (lambda: lesson.budget_share(-1), ValueError, "gib must be from 0 to"),
@@ -1192,8 +1292,10 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
     (lambda: lesson.serve([(1, 1), (1, 32)], 2), ValueError, "requests[1] of 33 tokens never fits"),
     (lambda: lesson.kv_bytes([]), TypeError, "config must be a dict, not []"),
     (lambda: lesson.kv_bytes(LLAMA_8B, -1), ValueError, "tokens must be from 0 to"),
-    (lambda: lesson.kv_bytes(LLAMA_8B, 1, 0), ValueError, "dtype_bytes must be from 1 to"),
-    (lambda: lesson.kv_bytes(LLAMA_8B, 1, 0.5), TypeError, "dtype_bytes must be a whole"),
+    (lambda: lesson.kv_bytes(LLAMA_8B, 1, 0), ValueError, "dtype_bytes must be from 0.01 to"),
+    (lambda: lesson.kv_bytes(LLAMA_8B, 1, "1"), TypeError, "dtype_bytes must be a number, not '1'"),
+    (lambda: lesson.kv_bytes(LLAMA_8B, tp=0), ValueError, "tp must be from 1 to"),
+    (lambda: lesson.kv_bytes(LLAMA_8B, tp=3), ValueError, "tp = 3 neither divides the 8 KV heads"),
     (lambda: lesson.fetch_seconds(-1, 7), ValueError, "prefix must be from 0 to"),
     (lambda: lesson.fetch_seconds(1, 0), ValueError, "gb_per_s must be from"),
     (lambda: lesson.recompute_seconds(1.5), TypeError, "prefix must be a whole number, not 1.5"),
@@ -1790,7 +1892,11 @@ class CommandLine(unittest.TestCase):
             ["--block", "1.0"], ["--block", "-1"], ["--block", " 1"], ["--block", "\u0663"],
             ["--block", "1", "--block", "2"], ["--quiet", "--verify"], ["--block", "1", "--quiet"],
             ["--help", "--verify"], ["--predict", "--quiet"], ["--model"], ["--fast"],
-            ["--model", "a", "--model", "b"], ["--model", "a", "--verify"],
+            ["--model", "a", "--model", "b"], ["--model", "a", "--verify"], ["--budget", "9"],
+            ["--budget", "9", "--quiet"], ["--model", "a", "--budget"],
+            ["--model", "-", "--budget", "0"], ["--model", "-", "--budget", "-1"],
+            ["--model", "-", "--budget", "nan"], ["--model", "-", "--budget", "inf"],
+            ["--model", "-", "--budget", "x"], ["--model", "a", "--budget", "1", "--budget", "1"],
             ["--ver"], ["-v"], ["3"], ["--quiet=1"], [""], ["--fa\nst"], ["a\nb\x1b"],
         ):  # fmt: skip
             with self.subTest(args):
@@ -1847,13 +1953,18 @@ class CommandLine(unittest.TestCase):
             status, printed = call_main("--model", path)
         self.assertEqual(status, 0)
         self.assertIn("  = 131,072 B/token = 128 KiB per token\n", printed)
-        self.assertIn("     131,072           0.50 GiB             0.3%\n", printed)
-        self.assertIn("stop growing at their window", printed)
+        self.assertIn("     131,072         0.500 GiB\n", printed)
+        self.assertIn("stop growing there", printed)
         seventy = json.dumps(shape(80, 64, 8, 8192)).encode()
         status, printed = call_main("--model", "-", entered=seventy)
-        table = call_main("--block", "1")[1].splitlines()[4:11]
-        self.assertEqual(printed.splitlines()[1:7], table[1:7])
-        self.assertNotIn("stop growing at their window", printed)
+        sizes = [float(gib) for gib in re.findall(r"([\d.]+) GiB\n", printed)]
+        self.assertEqual(sizes, [0.312, 1.25, 10, 40])
+        self.assertNotIn("stop growing there", printed)
+        self.assertNotIn("%", printed)
+        status, with_budget = call_main("--model", "-", "--budget", "172.5", entered=seventy)
+        self.assertEqual(status, 0)
+        self.assertIn("  131,072        40.000 GiB             23.2%           4\n", with_budget)
+        self.assertIn("172.5 GiB are 35,328 pages of 16 tokens", with_budget)
 
     def test_a_model_that_cannot_be_read(self):
         with tempfile.TemporaryDirectory() as folder:
