@@ -15,11 +15,16 @@ up to what the bound is worth. Their formulas:
     6  a step           max(weights / bandwidth, tokens x 2 x parameters / FLOP/s)
                         + tokens held x KV of a token / bandwidth
 
-Read it from top to bottom:
+Read it from top to bottom (a page is what vLLM calls a block, its size the block_size):
 
     constants and workload   the model, the card, the tiers, and 4,000 seeded requests
-    the harness              how a block is registered, run and shown
-    blocks 1 to 6            the mechanism, bare, and then the block that shows what it does
+    the harness              how a block of the lesson is registered, run and shown
+    1 What a token costs     kv_bytes_per_token
+    2 Contiguous allocation  contiguous: how many slots
+    3 Paged allocation       PagePool: allocate, append (with copy-on-write), fork, release; paged
+    4 Sharing a prefix       shared_prefix: fork, then append; expected_saving
+    5 Fetch or recompute     break_even, from flop_per_token
+    6 Preemption             serve: admit, generate, finish, grow or preempt; step_seconds
     assembly and parts       the blocks wired together; every mechanism by name, for a REPL
 
 There the lesson ends. What follows holds it to its word, and to yours:
@@ -47,7 +52,7 @@ import textwrap
 from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from itertools import accumulate, count, islice
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -55,9 +60,9 @@ __all__ = [
     "DENSE_FLOPS_PER_GPU", "DTYPE", "GIB", "HEAD_DIM", "KV_BUDGET_GIB", "KV_HEADS", "KV_PER_TOKEN",
     "LAYERS", "N_PARAMS", "Q_HEADS", "TIERS", "Allocation", "OutOfPages", "PagePool", "Sequence",
     "Served", "assembly", "break_even", "budget_share", "budget_tokens", "contiguous",
-    "fetch_seconds", "kv_bytes", "kv_bytes_per_token", "kv_gib", "paged", "parts",
-    "preempted_tokens", "prefixed_lengths", "recompute_seconds", "resident_tokens", "seq_lengths",
-    "serve", "shared_prefix", "shortest_fetch", "step_seconds", "verify",
+    "expected_saving", "fetch_seconds", "kv_bytes", "kv_bytes_per_token", "kv_gib", "paged",
+    "parts", "preempted_tokens", "prefixed_lengths", "recompute_seconds", "resident_tokens",
+    "seq_lengths", "serve", "shared_prefix", "shortest_fetch", "step_seconds", "verify",
 ]  # fmt: skip
 
 # ------------------------------------------------------------------------ constants and workload
@@ -73,7 +78,7 @@ Q_HEADS = 64  # what KV_HEADS would be without GQA
 N_PARAMS = 70e9
 # KV_PER_TOKEN follows from these: block 1 derives it.
 
-# What 4 x H100-80G have left for KV, after fp16 weights, activations and buffers: see block 1.
+# What a replica, 4 x H100-80G that serve the model together, has left for KV: see block 1.
 KV_BUDGET_GIB = 172.5
 
 # H100 SXM, BF16, dense. The datasheet's 1,979e12 counts 2:4 sparsity, which no LLM here has.
@@ -130,8 +135,8 @@ def block(
 ) -> Callable[[Callable[[Parts, bool], Parts]], Callable[[Parts, bool], Parts]]:
     """Register a function `bN(s, show)` as block `number`.
 
-    `s` holds the parts of the blocks that ran before. With `show` the block prints its lesson.
-    Either way it returns the mechanisms it is about, by name.
+    A block calls its own mechanisms by their names, and those of the blocks before it through `s`.
+    With `show` it prints its lesson. Either way it returns the mechanisms it is about, by name.
     """
 
     def register(run: Callable[[Parts, bool], Parts]) -> Callable[[Parts, bool], Parts]:
@@ -434,11 +439,10 @@ class PagePool:
         self.pages = whole("pages", pages, least=1)
         self.page_tokens = whole("page_tokens", page_tokens, least=1)
         self.free = self.pages
-        # The free list holds pages that were used before; one that never was joins it when it is
-        # needed, so that a pool of any size costs nothing.
+        # A page that was never used joins the free list when it is needed, so that a pool of any
+        # size costs nothing. A free page keeps a count of 1, for whoever takes it.
         self._free_list: list[int] = []
-        # Of each page used so far: in how many tables it stands besides the first.
-        self._sharers: list[int] = []
+        self._ref_counts: list[int] = []  # of each page used so far
 
     @property
     def held(self) -> int:
@@ -448,8 +452,8 @@ class PagePool:
     def references(self, page: int) -> int:
         """In how many block tables `page` stands (0: it is free)."""
         page = whole("page", page, most=self.pages - 1)
-        free = page >= len(self._sharers) or page in self._free_list
-        return 0 if free else 1 + self._sharers[page]
+        free = page >= len(self._ref_counts) or page in self._free_list
+        return 0 if free else self._ref_counts[page]
 
     def allocate(self, tokens: int) -> Sequence:
         """A new sequence of `tokens` tokens, on pages of its own; or OutOfPages."""
@@ -461,20 +465,21 @@ class PagePool:
         """Write `n` more tokens at the end of `sequence`; or OutOfPages.
 
         A page is taken only when the last one is full. If the last one has room but is shared, it
-        is copied first, and the copy is written: copy-on-write.
+        is copied first, and the copy is written: copy-on-write. (Only tables and counts are kept
+        here; an engine copies the page's K and V too.)
         """
         if n.__class__ is not int or n < 0:
             n = whole("n", n)
         if getattr(sequence, "pool", None) is not self:
             self._refuse(sequence)
         table = sequence.table
-        room = len(table) * self.page_tokens - sequence.tokens
-        copies = 1 if n and room and self._sharers[table[-1]] else 0
+        room = len(table) * self.page_tokens - sequence.tokens  # in the last page
+        copies = 1 if n and room and self._ref_counts[table[-1]] > 1 else 0
         if n > room or copies:
             needed = pages_for(sequence.tokens + n, self.page_tokens)
             taken = self._take(needed - len(table) + copies)
             if copies:  # the first of the pages taken replaces the shared one
-                self._sharers[table.pop()] -= 1
+                self._ref_counts[table.pop()] -= 1
             table += taken
         sequence.tokens += n
 
@@ -485,7 +490,7 @@ class PagePool:
         tokens = whole("tokens", tokens, most=sequence.tokens)
         table = sequence.table[: pages_for(tokens, self.page_tokens)]
         for page in table:
-            self._sharers[page] += 1
+            self._ref_counts[page] += 1
         return Sequence(self, table, tokens)
 
     def release(self, sequence: Sequence) -> None:
@@ -494,9 +499,9 @@ class PagePool:
             self._refuse(sequence)
         shared = 0
         for page in sequence.table:
-            if not self._sharers[page]:
-                break  # forks share from the start, so no page after this one is shared either
-            self._sharers[page] -= 1
+            if self._ref_counts[page] == 1:
+                break  # forks share from the start of a table: all from here on are its own
+            self._ref_counts[page] -= 1
             shared += 1
         private = sequence.table[shared:] if shared else sequence.table
         self._free_list += private
@@ -507,12 +512,12 @@ class PagePool:
         """n pages off the end of the free list; or OutOfPages."""
         if n > self.free:
             raise OutOfPages(f"{n:,} pages needed, {self.free:,} of {self.pages:,} free")
+        missing = n - len(self._free_list)
+        if missing > 0:
+            used = len(self._ref_counts)
+            self._free_list[:0] = range(used, used + missing)
+            self._ref_counts += [1] * missing
         kept = len(self._free_list) - n
-        if kept < 0:  # as many as are missing, of those never used, join the free list
-            used = len(self._sharers)
-            self._free_list[:0] = range(used, used - kept)
-            self._sharers += [0] * -kept
-            kept = 0
         taken = self._free_list[kept:]
         del self._free_list[kept:]
         self.free -= n
@@ -546,9 +551,10 @@ def paged(
         return Allocation(0, 0, 0)
     pool, lengths = PagePool(pages, page_tokens), []
     for prompt, output in requests:
-        if pages_for(prompt + output, page_tokens) > pool.free:
+        try:
+            pool.allocate(prompt + output)
+        except OutOfPages:
             break
-        pool.allocate(prompt + output)
         lengths.append(prompt + output)
     return Allocation(len(lengths), pool.held * page_tokens, sum(lengths))
 
@@ -672,6 +678,21 @@ def shared_prefix(
 # What a request keeps to itself, by the mean of a log-normal, exp(mu + sigma^2 / 2), of suffix and
 # output; each is rounded down, by half a token on average.
 MEAN_PRIVATE = math.exp(5.0 + 0.9**2 / 2) + math.exp(5.5 + 0.8**2 / 2) - 1
+
+
+def expected_saving(n: int, prefix: int, private: float = MEAN_PRIVATE) -> float:
+    """Share of the KV of n requests that need not be stored, the prefix being stored once.
+
+    `private` is what a request keeps to itself, on average; the default is that of
+    `prefixed_lengths`. Counted in tokens. Of no tokens at all it is 0.0.
+
+    >>> round(expected_saving(64, 4096), 3)
+    0.866
+    """
+    tokens = n * (prefix + private)
+    return (n - 1) * prefix / tokens if tokens else 0.0
+
+
 SAVED_BEHIND_4096 = Spread(0.835, 0.866, 0.890)  # seeds 0 to 199 of prefixed_lengths(64, 4096)
 EXTRA_BEHIND_4096 = Spread(6.0, 7.5, 9.1)  # naive over shared, same seeds
 
@@ -708,17 +729,13 @@ def b4(s: Parts, show: bool) -> Parts:
             of one."""
         )
 
-        def expected(n: int, prefix: int) -> float:
-            mean = [(prefix, int(MEAN_PRIVATE)), (prefix, int(MEAN_PRIVATE) + 1)]
-            return shared_prefix(mean * (n // 2), prefix, page_tokens=1).saved
-
         say(
             f"""The draw is a lucky one. A request keeps {MEAN_PRIVATE:.1f} tokens to itself on
-            average, so {expected(64, 4096):.1%} is to be expected behind 4,096; seeds 0 to 199 give
-            {SAVED_BEHIND_4096.least:.1%} to {SAVED_BEHIND_4096.most:.1%}, and
+            average, so {expected_saving(64, 4096):.1%} is to be expected behind 4,096; seeds 0 to
+            199 give {SAVED_BEHIND_4096.least:.1%} to {SAVED_BEHIND_4096.most:.1%}, and
             {EXTRA_BEHIND_4096.least}x to {EXTRA_BEHIND_4096.most}x. More requests save more, and
-            barely: behind 512 tokens expect {expected(64, 512):.1%} of 64 and
-            {expected(256, 512):.1%} of 256. The ceiling is prefix / (prefix + private)."""
+            barely: behind 512 tokens expect {expected_saving(64, 512):.1%} of 64 and
+            {expected_saving(256, 512):.1%} of 256. The ceiling is prefix / (prefix + private)."""
         )
         say(
             """Time is won too: of 64 prefills of the prefix 63 are not done. To find a shared
@@ -729,6 +746,7 @@ def b4(s: Parts, show: bool) -> Parts:
     return {
         "prefixed_lengths": prefixed_lengths,
         "shared_prefix": shared_prefix,
+        "expected_saving": expected_saving,
     }
 
 
@@ -786,7 +804,7 @@ def break_even(
     q_heads: int = Q_HEADS,
     head_dim: int = HEAD_DIM,
 ) -> float:
-    """GB/s at which fetching a prefix takes as long as recomputing it: fetch from what is faster.
+    """GB/s at which fetching a prefix takes as long as recomputing it; a faster tier wins.
 
     Both times grow with the length of the prefix, so it cancels. It does not cancel with
     `attention`: then `prefix` is the length, and the rest is as in `recompute_seconds`.
@@ -902,7 +920,7 @@ def preempted_tokens(occupancy: float, n: int = 2000, seed: int = 3) -> int:
     return tokens
 
 
-# What happens instead of that curve can be computed: requests that grow, a pool, and a scheduler.
+# That curve is the foil. What happens instead can be computed: sequences grow, a scheduler admits.
 
 
 def step_seconds(
@@ -930,7 +948,7 @@ def step_seconds(
     (10.45, 28.5)
     """
     bandwidth, flop_per_s = tp * gb_per_s * 1e9, tp * flops_per_gpu * mfu
-    weights = max(2 * n_params / bandwidth, tokens * 2 * n_params / flop_per_s)
+    weights = max(DTYPE * n_params / bandwidth, tokens * 2 * n_params / flop_per_s)
     return weights + held_tokens * kv_per_token / bandwidth
 
 
@@ -957,9 +975,8 @@ def resident_tokens(requests: Iterable[tuple[int, int]]) -> float:
 class Served(NamedTuple):
     """What it took to serve a workload to the end, and how its steady state looked.
 
-    The steady state is the steps at whose beginning half of the requests have been admitted and
-    somebody waits: neither the first flood nor the drain at the end. Without such a step its four
-    figures are 0.
+    The last four figures leave out the first flood and the drain at the end. They are over the
+    steps that begin with somebody waiting and half of the requests admitted before; 0 without any.
     """
 
     steps: int  # forward passes: each gives every running sequence one token
@@ -992,45 +1009,48 @@ def serve(
     goes to the front of the queue, to be prefilled again with what it had generated. The steady
     state is timed by `step_seconds(tokens computed, tokens that the held pages have room for)`.
 
-    So vLLM's V1 engine admits and preempts; its defaults are watermark 0 and, for a server on an
-    H100, 1,024 running and 8,192 tokens a step. Simplified: a sequence generates while its prefill
-    is still owed, and all wait from the start. Left out: prefix caching (on by default in vLLM), so
-    that `reprefilled` is an upper bound.
+    So vLLM's V1 engine admits and preempts. Its max_num_seqs is 1,024 and its
+    max_num_batched_tokens 8,192 for a server on an H100, its watermark 0. Simplified: all wait from
+    the start; a sequence generates while its prefill is still owed; what a preempted one still owes
+    is computed all the same. Left out: prefix caching (on by default in vLLM), so that
+    `reprefilled` is an upper bound.
 
     An output below 1 and a request longer than the pool raise ValueError before anything runs.
 
     >>> serve([(4, 6), (4, 6)], pages=4, page_tokens=4)[:6]
     (8, 12, 16, 8, 1, 4)
     """
-    waiting = deque(servable(requests, pages, page_tokens))  # (prompt, output, generated)
+    waiting = deque(servable(requests, pages, page_tokens))  # (prompt, output, done before)
     kept_free = int(watermark * pages)
-    limit, budget = max_running or 10**18, max_batched_tokens or 10**18
-    # Running sequences, oldest first, as (prompt, output, start): at the end of step n they are
-    # start + n tokens long. So each fills a page whenever n % page_tokens is the same.
+    most_running, most_tokens = max_running or 10**18, max_batched_tokens or 10**18
+    # What preempts is the number of pages, so they are counted here and not named (a PagePool gives
+    # the same, tens of times as slowly). Running sequences by number of admission, the newest last:
+    # (prompt, output, offset). At the end of step n one is offset + n tokens long, so it fills a
+    # page whenever n % page_tokens is -offset % page_tokens, and is filed under that.
     running: dict[int, tuple[int, int, int]] = {}
-    growing: defaultdict[int, dict[int, None]] = defaultdict(dict)  # by that remainder
-    finishing: defaultdict[int, list[int]] = defaultdict(list)  # by step; may since have left
+    growing: defaultdict[int, dict[int, None]] = defaultdict(dict)
+    finishing: defaultdict[int, list[int]] = defaultdict(list)  # by step; may be preempted by then
     step = held = peak_pages = admitted = entered = owed = 0
     generated = prefilled = reprefilled = preempted = 0
     half, steady = len(waiting) / 2, []
 
-    def leave(sequence: int, start: int) -> None:
+    def leave(sequence: int, offset: int) -> None:
         nonlocal held
-        del growing[-start % page_tokens][sequence]
-        held -= pages_for(start + step, page_tokens)
+        del growing[-offset % page_tokens][sequence]
+        held -= pages_for(offset + step, page_tokens)
 
     while waiting or running:
         counts = bool(waiting) and entered >= half
         before = prefilled, reprefilled
 
         # Admit from the head of the queue, each with room for its next token.
-        while waiting and len(running) < limit:
+        while waiting and len(running) < most_running:
             prompt, output, done = waiting[0]
             tokens = prompt + done
             need = pages_for(tokens + 1, page_tokens)
             if held + need + (kept_free if running else 0) > pages:
                 break
-            if running and owed >= budget - len(running):
+            if running and owed >= most_tokens - len(running):
                 break
             waiting.popleft()
             held += need
@@ -1039,15 +1059,15 @@ def serve(
             reprefilled += tokens if done else 0
             entered += not done
             admitted += 1
-            start = tokens - step
-            running[admitted] = prompt, output, start
-            growing[-start % page_tokens][admitted] = None
-            finishing[prompt + output - start].append(admitted)
+            offset = tokens - step
+            running[admitted] = prompt, output, offset
+            growing[-offset % page_tokens][admitted] = None
+            finishing[prompt + output - offset].append(admitted)
         peak_pages = max(peak_pages, held)
 
         # Generate a token for each that runs, and prefill as much as the step has room for.
         generated += len(running)
-        computed = min(owed, max(1, budget - len(running)))
+        computed = min(owed, max(1, most_tokens - len(running)))
         owed -= computed
         if counts:
             new, again = prefilled - before[0], reprefilled - before[1]
@@ -1059,15 +1079,16 @@ def serve(
             if sequence in running:
                 leave(sequence, running.pop(sequence)[2])
 
-        # Grow: who has filled a page takes another, and who is newest makes room for it.
-        full = growing[step % page_tokens]
-        while len(full) > pages - held:
-            sequence, (prompt, output, start) = running.popitem()
-            leave(sequence, start)
-            waiting.appendleft((prompt, output, start + step - prompt))
+        # Grow: each whose last page is full takes another, the oldest first. While there are too
+        # few for all of them, preempt the newest of all that run; if it was to grow, one less does.
+        to_grow = growing[step % page_tokens]
+        while len(to_grow) > pages - held:
+            sequence, (prompt, output, offset) = running.popitem()
+            leave(sequence, offset)
+            waiting.appendleft((prompt, output, offset + step - prompt))
             preempted += 1
-            peak_pages = pages
-        held += len(full)
+            peak_pages = pages  # the older ones took what was free before this one had to go
+        held += len(to_grow)
         peak_pages = max(peak_pages, held)
 
     return Served(
@@ -1136,85 +1157,97 @@ FIRST_TOKEN_S = (6.6, 11.8)  # median, at the first two watermarks
 SIMULATED = ((943, 1217), (342, 417), (190, 240), (133, 196), (134, 181))
 
 
+def show_assumed_curve(s: Parts) -> None:
+    """The page's table, and what it assumes."""
+    print("    occupancy   preempted  tokens re-prefilled  wasted GPU-ms @TP4")
+    for occupancy in (0.60, 0.85, 0.90, 0.95, 0.99):
+        tokens = preempted_tokens(occupancy)
+        milliseconds = s["recompute_seconds"](tokens) * 1000
+        print(
+            f"{occupancy:>13.0%}{'yes' if tokens else 'no':>12}{tokens:>21,}{milliseconds:>19.0f}"
+        )
+    say(
+        f"""The curve is an assumption: 2,000 steps, each preempting with probability
+        ((occupancy - 0.85) / 0.15)^2, and never below 85%. What follows from it is the price of the
+        victims' prompts: tokens prefilled again, and milliseconds of the whole replica, all four
+        GPUs, at its peak. (Other seeds give {REPREFILLED_AT_95.least:,} to
+        {REPREFILLED_AT_95.most:,} tokens at 95%.)"""
+    )
+
+
+def show_cliff(s: Parts) -> None:
+    """Both mixes, with more and more sequences allowed to run, in the steady state."""
+    pages = s["budget_tokens"]() // 16
+    workloads = mixes(s["seq_lengths"](4000))
+    resident = {mix: resident_tokens(requests) for mix, requests in workloads.items()}
+    full = {mix: pages * 16 / tokens for mix, tokens in resident.items()}
+    say(
+        f"""Derived instead: a server that learns each length as it comes, on {pages:,} pages, with
+        {STEP_TOKENS:,} tokens a step and 4,000 requests that wait. Chat is the workload; long swaps
+        prompts and outputs, its answers cut at 4,096. A running sequence holds
+        {resident["chat"]:,.0f} and {resident["long"]:,.0f} tokens, averaged over time, so
+        {full["chat"]:.0f} and {full["long"]:.0f} fill the pool."""
+    )
+    print("\n   mix at most kept free  running   held  preempted   again    seeds 0-9   tok/s")
+    for mix, requests in workloads.items():
+        for (most, free), spread in zip(SWEEP, AGAIN[mix]):
+            row = serve(requests, pages, 16, free, most, STEP_TOKENS)
+            seeds = f"{spread.least:g}-{spread.most:g}%"
+            print(
+                f"{mix:>6}{most:>8}{free:>10.0%}{row.running:>9.1f}{row.held:>7.1%}"
+                f"{row.preempted:>11,}{row.again:>8.1%}{seeds:>13}{row.tokens_per_s:>8,.0f}"
+            )
+    cliff, slope = (
+        ", ".join(f"{spread.median:g}" for spread in AGAIN[mix][1:5]) for mix in ("long", "chat")
+    )
+    say(
+        f"""All but "preempted" leave out the first half of the admissions and the end, when nobody
+        waits. "Again" is tokens prefilled again over tokens prefilled first, with its range over
+        ten draws. Its onset is a cliff for long answers: at 400, 425, 450 and 500 it is {cliff}%
+        (medians of the ten); chat slides, {slope}%. The cost is a step down: 500 lose
+        {LOSS["long"].least} to {LOSS["long"].most}% of the best tok/s in long and
+        {LOSS["chat"].least} to {LOSS["chat"].most}% in chat, and more would lose little more."""
+    )
+    say(
+        f"""It begins near 90% of the pool on average, for "held" swings (by {SWING.least} to
+        {SWING.most} points, one standard deviation, at 400) and a pool overflows by its peaks. A
+        smaller pool swings more, and begins earlier. Here 5% kept free, or a tenth fewer than fill
+        the pool, gives back all but 0 to 2% of the tok/s, and 1% free nearly as much. All this is
+        overload: somebody always waits."""
+    )
+
+
+def show_engine(s: Parts) -> None:
+    """The same preemptions as they were measured in an engine, and why it recomputes."""
+    inside = sum(low <= n <= high for n, (low, high) in zip(MEASURED, SIMULATED))
+    say(
+        f"""An engine was measured: vLLM's pull request 44594, 450 long answers of Qwen2.5-7B, at
+        most 128 running. Preemptions there, and in serve on 100 draws of that workload (5% to 95%
+        of them), with nothing fitted; {inside} of {len(MEASURED)} lie inside:"""
+    )
+    print("\n   watermark" + "".join(f"{kept:>12.2f}" for kept in WATERMARKS))
+    print("    measured" + "".join(f"{preempted:>12,}" for preempted in MEASURED))
+    print("       serve" + "".join(f"{f'{low:,}-{high:,}':>12}" for low, high in SIMULATED))
+    best = max(MEASURED_RATES) / MEASURED_RATES[0] - 1
+    to_host = TIERS["host DRAM over PCIe5"] / s["break_even"]()
+    copied = KV_PER_TOKEN * 16 // LAYERS // GPUS // 1024
+    say(
+        f"""The best watermark was worth {best:.0%} more tokens/s there, and the median wait for a
+        first token rose from {FIRST_TOKEN_S[0]} to {FIRST_TOKEN_S[1]} s at 0.02. Why recompute,
+        when block 5 finds host memory {to_host:.1f}x as fast? Out and in again, a swap is
+        {to_host / 2:.1f}x at best, in small copies ({copied} KiB for each layer, page and GPU):
+        Kwon et al. (section 7.3) measured the two as comparable with pages of 16 to 64 tokens.
+        vLLM's V1 has no swap; unless KV offloading is on, it recomputes."""
+    )
+
+
 @block(6, "Preemption is a cliff, not a slope", "why KV exhaustion degrades non-linearly", (3, 5))
 def b6(s: Parts, show: bool) -> Parts:
     """The assumed curve and its price; then a scheduler, and where the cliff really is."""
     if show:
-        print("    occupancy   preempted  tokens re-prefilled  wasted GPU-ms @TP4")
-        for occupancy in (0.60, 0.85, 0.90, 0.95, 0.99):
-            tokens = preempted_tokens(occupancy)
-            milliseconds = s["recompute_seconds"](tokens) * 1000
-            print(
-                f"{occupancy:>13.0%}{'yes' if tokens else 'no':>12}{tokens:>21,}"
-                f"{milliseconds:>19.0f}"
-            )
-        say(
-            f"""The curve is an assumption: 2,000 steps, each preempting with probability
-            ((occupancy - 0.85) / 0.15)^2, and never below 85%. What follows from it is the price of
-            the victims' prompts: tokens prefilled again, and milliseconds of the whole replica, all
-            four GPUs, at its peak. (Other seeds give {REPREFILLED_AT_95.least:,} to
-            {REPREFILLED_AT_95.most:,} tokens at 95%.)"""
-        )
-        pages = s["budget_tokens"]() // 16
-        workloads = mixes(s["seq_lengths"](4000))
-        full = {mix: pages * 16 / resident_tokens(workloads[mix]) for mix in workloads}
-        say(
-            f"""Derived instead: a server that learns each length as it comes, on {pages:,} pages,
-            with {STEP_TOKENS:,} tokens a step and 4,000 requests that wait. Chat is the workload;
-            long swaps prompts and outputs, its answers cut at 4,096. A running sequence holds
-            {resident_tokens(workloads["chat"]):,.0f} and {resident_tokens(workloads["long"]):,.0f}
-            tokens, averaged over time, so {full["chat"]:.0f} and {full["long"]:.0f} fill the
-            pool."""
-        )
-        print("\n   mix at most kept free  running   held  preempted   again    seeds 0-9   tok/s")
-        for mix, requests in workloads.items():
-            for (most, free), spread in zip(SWEEP, AGAIN[mix]):
-                row = serve(requests, pages, 16, free, most, STEP_TOKENS)
-                seeds = f"{spread.least:g}-{spread.most:g}%"
-                print(
-                    f"{mix:>6}{most:>8}{free:>10.0%}{row.running:>9.1f}{row.held:>7.1%}"
-                    f"{row.preempted:>11,}{row.again:>8.1%}{seeds:>13}{row.tokens_per_s:>8,.0f}"
-                )
-        cliff, slope = (
-            ", ".join(f"{spread.median:g}" for spread in AGAIN[mix][1:5])
-            for mix in ("long", "chat")
-        )
-        say(
-            f"""All but "preempted" leave out the first half of the admissions and the end, when
-            nobody waits. "Again" is tokens prefilled again over tokens prefilled first, with its
-            range over ten draws. Its onset is a cliff for long answers: at 400, 425, 450 and 500 it
-            is {cliff}% (medians of the ten); chat slides, {slope}%. The cost is a step down: 500
-            lose {LOSS["long"].least} to {LOSS["long"].most}% of the best tok/s in long and
-            {LOSS["chat"].least} to {LOSS["chat"].most}% in chat, and more would lose little
-            more."""
-        )
-        say(
-            f"""It begins near 90% of the pool on average, for "held" swings (by {SWING.least} to
-            {SWING.most} points, one standard deviation, at 400) and a pool overflows by its peaks.
-            A smaller pool swings more, and begins earlier. Here 5% kept free, or a tenth fewer than
-            fill the pool, gives back all but 0 to 2% of the tok/s, and 1% free nearly as much. All
-            this is overload: somebody always waits."""
-        )
-        best = max(MEASURED_RATES) / MEASURED_RATES[0] - 1
-        inside = sum(low <= n <= high for n, (low, high) in zip(MEASURED, SIMULATED))
-        say(
-            f"""An engine was measured: vLLM's pull request 44594, 450 long answers of Qwen2.5-7B,
-            at most 128 running. Preemptions there, and in serve on 100 draws of that workload (5%
-            to 95% of them), with nothing fitted; {inside} of {len(MEASURED)} lie inside:"""
-        )
-        print("\n   watermark" + "".join(f"{kept:>12.2f}" for kept in WATERMARKS))
-        print("    measured" + "".join(f"{preempted:>12,}" for preempted in MEASURED))
-        print("       serve" + "".join(f"{f'{low:,}-{high:,}':>12}" for low, high in SIMULATED))
-        to_host = TIERS["host DRAM over PCIe5"] / s["break_even"]()
-        copied = KV_PER_TOKEN * 16 // LAYERS // GPUS // 1024
-        say(
-            f"""The best watermark was worth {best:.0%} more tokens/s there, and the median wait for
-            a first token rose from {FIRST_TOKEN_S[0]} to {FIRST_TOKEN_S[1]} s at 0.02. Why
-            recompute, when block 5 finds host memory {to_host:.1f}x as fast? Out and in again, a
-            swap is {to_host / 2:.1f}x at best, in small copies ({copied} KiB for each layer, page
-            and GPU): Kwon et al. (section 7.3) measured the two as comparable with pages of 16 to
-            64 tokens. vLLM's V1 has no swap; unless KV offloading is on, it recomputes."""
-        )
+        show_assumed_curve(s)
+        show_cliff(s)
+        show_engine(s)
     return {
         "preempted_tokens": preempted_tokens,
         "step_seconds": step_seconds,
@@ -1225,6 +1258,8 @@ def b6(s: Parts, show: bool) -> Parts:
 
 # ------------------------------------------------------------------------------ assembly and parts
 
+
+RIDGE = DENSE_FLOPS_PER_GPU / (TIERS["GPU HBM"] * 1e9)  # FLOP a byte, and so tokens a step
 
 # Over seeds 0 to 199: tokens/s in decode of pages, and of 2,048 reserved, over 8,192 reserved; the
 # batch behind a shared 2k prefix; and the batches with 2k in front of each prompt. Over seeds 0 to
@@ -1238,6 +1273,7 @@ WORTH_WITH_PREFILL = Spread(1.54, 1.55, 1.60)
 
 def assembly(s: Parts) -> None:
     """Run the workload through the four allocators and sum the lesson up, from the parts in `s`."""
+    heading("Assembly. Four allocators, one workload", f"{KV_BUDGET_GIB} GiB, 4,000 requests")
     requests = s["seq_lengths"](4000)
     rows = {
         "contiguous, reserve 8k": s["contiguous"](requests, 8192),
@@ -1245,8 +1281,15 @@ def assembly(s: Parts) -> None:
         "paged, 16-token pages": s["paged"](requests, 16),
         "paged + shared 2k prefix": s["shared_prefix"](requests, 2048),
     }
-    reserved, small, in_pages, behind_prefix = rows.values()
-    heading("Assembly. Four allocators, one workload", f"{KV_BUDGET_GIB} GiB, 4,000 requests")
+    show_allocators(s, requests, rows)
+    in_decode = show_rates(s, rows)
+    with_prefill = show_rates_with_prefill(s, requests, rows)
+    show_interview(s, rows, in_decode, with_prefill)
+
+
+def show_allocators(s: Parts, requests: list[tuple[int, int]], rows: Parts) -> None:
+    """How many sequences each allocator holds, and what its last row assumes."""
+    reserved, _, _, behind_prefix = rows.values()
     print("  allocator                     batch      held   logical  held/logical vs baseline")
     for name, row in rows.items():
         print(
@@ -1272,69 +1315,82 @@ def assembly(s: Parts) -> None:
     ):
         print(f"  {stored:<26}{row.batch:>9}{f'{spread.least}-{spread.most}':>14}")
 
+
+def show_rates(s: Parts, rows: Parts) -> float:
+    """What the batch buys in decode; returns the tokens/s of pages over those of 8k slots."""
+    reserved, small, in_pages, behind_prefix = rows.values()
     say("What the batch buys, in decode alone, every sequence at its final length, at the peaks:")
     print("\n  allocator                     batch       step       tok/s   for each user")
-    rates = {}
+    rates = []
     for name, row in rows.items():
         seconds = s["step_seconds"](row.batch, row.logical_tokens)
-        rates[name] = row.batch / seconds
+        rates.append(row.batch / seconds)
         print(
-            f"  {name:<26}{row.batch:>9}{seconds * 1000:>8.1f} ms{rates[name]:>12,.0f}"
+            f"  {name:<26}{row.batch:>9}{seconds * 1000:>8.1f} ms{rates[-1]:>12,.0f}"
             f"{1 / seconds:>16.1f}"
         )
-    slow, quick, in_pages_rate, _ = rates.values()
+    slots_rate, small_rate, pages_rate, _ = rates
     read_once = s["step_seconds"](behind_prefix.batch, behind_prefix.held_tokens)
-    ridge = DENSE_FLOPS_PER_GPU / (TIERS["GPU HBM"] * 1e9)
     say(
-        f"""{in_pages.batch / reserved.batch:.1f}x the batch is {in_pages_rate / slow:.1f}x the
+        f"""{in_pages.batch / reserved.batch:.1f}x the batch is {pages_rate / slots_rate:.1f}x the
         tokens/s ({WORTH_OF_PAGES.least}x to {WORTH_OF_PAGES.most}x over seeds 0 to 199), and
-        {small.batch / reserved.batch:.0f}x was {quick / slow:.1f}x already
+        {small.batch / reserved.batch:.0f}x was {small_rate / slots_rate:.1f}x already
         ({WORTH_OF_2048.least}x to {WORTH_OF_2048.most}x, misfits counted whole). Up to the ridge,
-        {ridge:.0f} tokens a step, FLOPs lie idle while the weights are read, and one more sequence
+        {RIDGE:.0f} tokens a step, FLOPs lie idle while the weights are read, and one more sequence
         costs only the reading of its KV; beyond it more batch buys waiting. (Where a kernel reads
         the shared prefix once for all, the last row takes {read_once * 1000:.0f} ms.)"""
     )
     say(
         f"""So in decode, at both peaks, KV memory is the limit only while it keeps the batch under
-        the ridge: above {s["budget_tokens"]() / ridge:,.0f} tokens that a running sequence holds,
+        the ridge: above {s["budget_tokens"]() / RIDGE:,.0f} tokens that a running sequence holds,
         averaged over time. Prefill in the same steps counts against the ridge too, and moves that
         up."""
     )
+    return float(pages_rate / slots_rate)
+
+
+def show_rates_with_prefill(s: Parts, requests: list[tuple[int, int]], rows: Parts) -> float:
+    """The same with prefill in the same steps; returns pages over as many as 8k slots hold."""
+    reserved, small, *_ = rows.values()
     pages = s["budget_tokens"]() // 16
-    slots, more, free = (
-        s["serve"](requests, pages, 16, watermark, most, STEP_TOKENS)
+    few, more, many = (
+        s["serve"](requests, pages, 16, watermark, most, STEP_TOKENS).tokens_per_s
         for watermark, most in ((0, reserved.batch), (0, small.batch), (0.05, 500))
     )
-    worth = free.tokens_per_s / slots.tokens_per_s
     say(
         f"""With prefill in the same steps (block 6's server, chat, steady state) {reserved.batch}
-        at once make {slots.tokens_per_s:,.0f} tok/s, {small.batch} make {more.tokens_per_s:,.0f},
-        and as many as fit with 5% of the pages kept free {free.tokens_per_s:,.0f}. That is
-        {worth:.1f}x of {reserved.batch} ({WORTH_WITH_PREFILL.least:.2f}x to
-        {WORTH_WITH_PREFILL.most:.2f}x over seeds 0 to 9), and {small.batch} are worth nearly as
-        much, in pages: of slots of 2,048 tokens, {small.misfits} would be too small."""
+        at once make {few:,.0f} tok/s, {small.batch} make {more:,.0f}, and as many as fit with 5% of
+        the pages kept free {many:,.0f}. That is {many / few:.1f}x of {reserved.batch}
+        ({WORTH_WITH_PREFILL.least:.2f}x to {WORTH_WITH_PREFILL.most:.2f}x over seeds 0 to 9), and
+        {small.batch} are worth nearly as much, in pages: of slots of 2,048 tokens, {small.misfits}
+        would be too small."""
     )
-    realistic = 0.5
-    print("\n  What to say in an interview, in this order:")
+    return float(many / few)
+
+
+def show_interview(s: Parts, rows: Parts, in_decode: float, with_prefill: float) -> None:
+    """What to say, in order, and what the lesson did not build."""
+    reserved, _, in_pages, _ = rows.values()
     per_token = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
     behind_4k = s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1)
+    print("\n  What to say in an interview, in this order:")
     points = (
         f"""KV is {per_token // 1024} KiB a token, so one 128k request holds
         {s["budget_share"](s["kv_gib"](131_072)):.0%} of a replica's KV budget. KV memory bounds
         the batch.""",
         f"""Reserving 8k tokens a sequence wastes {reserved.waste:.0%} here, and over seeds
         {WASTE_AT_8192.least:.0%} to {WASTE_AT_8192.most:.0%}. Pages of 16 waste
-        {in_pages.waste:.2%} and hold
-        {in_pages.batch / reserved.batch:.1f}x the batch ({PAGES_OVER_8192.least}x to
-        {PAGES_OVER_8192.most}x). Nobody need know how long an answer gets.""",
-        f"""The batch is not the throughput: that is {in_pages_rate / slow:.1f}x the tokens/s in
-        decode, and with prefill in the same steps {worth:.1f}x. Beyond {ridge:.0f} tokens a step,
-        more batch buys waiting.""",
+        {in_pages.waste:.2%} and hold {in_pages.batch / reserved.batch:.1f}x the batch
+        ({PAGES_OVER_8192.least}x to {PAGES_OVER_8192.most}x). Nobody need know how long an answer
+        gets.""",
+        f"""The batch is not the throughput: that is {in_decode:.1f}x the tokens/s in decode, and
+        with prefill in the same steps {with_prefill:.1f}x. Beyond {RIDGE:.0f} tokens a step, more
+        batch buys waiting.""",
         f"""Pages can be shared. 64 requests behind one 4k prefix store {behind_4k.saved:.0%} less
-        here, {SAVED_BEHIND_4096.median:.1%} by expectation, and 63 prefills are not done.""",
+        here, {s["expected_saving"](64, 4096):.1%} by expectation, and 63 prefills are not done.""",
         f"""Fetching KV is quicker than recomputing it above {s["break_even"]():.1f} GB/s (TP4,
-        fp16, at peak FLOPs), above {s["break_even"](mfu=realistic):.1f} GB/s at {realistic:.0%}
-        MFU, and above less for long prefixes; and it leaves the GPUs to others.""",
+        fp16, at peak FLOPs), above {s["break_even"](mfu=0.5):.1f} GB/s at 50% MFU, and above less
+        for long prefixes; and it leaves the GPUs to others.""",
         f"""When pages run out, the newest sequence is preempted and recomputed. In overload that
         begins near 90% of this pool, and costs {LOSS["chat"].median:.0f}% of the tokens/s, or
         {LOSS["long"].median:.0f}% with long answers (medians of ten draws). Keep 5% free, or run a
@@ -1359,325 +1415,796 @@ def parts() -> Parts:
 
 # ---------------------------------------------------------------------------------------- verify
 
+# Each block's claims, and what else its mechanisms must do. This shares with the lesson the
+# definition of the two workloads and nothing more: every figure below is derived a second time.
+
+
+class Check(NamedTuple):
+    """A call of a mechanism, and what it must give."""
+
+    mechanism: str  # its name in parts(); "" for a constant
+    call: str  # as a reader would write it, and on what
+    derived: Any  # a number; pairs of them; or a dict: the attributes of what is returned
+    ask: Callable[[], Any]
+    tolerance: float = 1e-9  # relative, where a number need not be whole
+
 
 class Claim(NamedTuple):
-    """A sentence of the lesson, and each figure in it twice: derived here, asked of a mechanism."""
+    """A sentence of the lesson, its figure, and the calls that this figure comes from."""
 
-    block: int
     statement: str
-    stated: str  # the figures to the character, as the lesson states them
-    figure: str  # the format that makes `stated` of the derived figures
-    holds: bool  # whether the statement is true of the derived figures
-    figures: dict[str, tuple[Any, Callable[[], Any]]]  # name: (derived, ask the mechanism)
-    tolerance: float = 1e-12  # relative; far less than anything printed
+    stated: str  # the figure to the character, as the lesson states it
+    figure: str  # the figure as it is derived here
+    holds: bool  # whether the statement is true of what is derived here
+    checks: list[Check]
 
 
-def claims(s: Parts) -> Iterator[Claim]:
-    """The 14 claims, derived from scratch. Mechanisms are called when a lambda asks, not before.
+def check(
+    s: Parts, name: str, derived: Any, *args: Any, call: str = "", on: str = "", **options: Any
+) -> Check:
+    """Check that `s[name](*args, **options)` gives what is derived.
 
-    The lesson and this function share the definitions of the two workloads and nothing more.
+    Every call has lists and dicts of its own, whatever the mechanism does to them. The options are
+    not spelled out where `on` says in words what they amount to.
     """
-    # Block 1: one token, and contexts.
-    kv = 2 * 80 * 8 * 128 * 2
+    if not call:
+        spelled = [repr(argument) for argument in args]
+        spelled += [f"{x}={options[x]!r}" for x in options if not (on or callable(options[x]))]
+        call = f"{name}({', '.join(spelled)})"
+
+    def ask() -> Any:
+        own = [type(x)(x) if isinstance(x, (list, dict)) else x for x in args]
+        try:
+            return s[name](*own, **options)
+        except TypeError:
+            missing = missing_parameter(s[name], parts()[name], len(args), options)
+            if missing:
+                raise Fault(f"{name} {missing}") from None
+            raise
+
+    return Check(name, call + on, derived, ask)
+
+
+def constants(**derived: Any) -> list[Check]:
+    """Check constants of the module."""
+    return [Check("", name, x, partial(globals().get, name)) for name, x in derived.items()]
+
+
+def claims_of_block_1(s: Parts) -> Iterator[Claim | Check]:
+    """One token, then contexts."""
+    must = partial(check, s)
+    kv, multi_head = 2 * 80 * 8 * 128 * 2, 2 * 80 * 64 * 128 * 2
     budget = 345 * 2**29  # 172.5 GiB
-    share = 131_072 * kv / budget
-    multi_head = 2 * 80 * 64 * 128 * 2
-
-    def token(kv_heads: int, dtype_bytes: int) -> Any:
-        return s["kv_bytes_per_token"](LAYERS, kv_heads, HEAD_DIM, dtype_bytes)
-
+    gib, share = 131_072 * kv / 2**30, 131_072 * kv / budget
     yield Claim(
-        1, "KV is 320 KiB per token for a 70B, GQA-8, fp16",
-        "327,680 B = 320 KiB", "{bytes:,} B = {KiB:.0f} KiB", kv == 320 * 2**10,
-        {
-            "bytes": (kv, lambda: token(KV_HEADS, DTYPE)),
-            "KiB": (kv / 2**10, lambda: s["kv_gib"](1) * 2**20),
-            "KV_PER_TOKEN": (kv, lambda: KV_PER_TOKEN),
-        },
+        "KV is 320 KiB per token for a 70B, GQA-8, fp16",
+        "327,680 B = 320 KiB", f"{kv:,} B = {kv // 2**10} KiB", kv == 320 * 2**10,
+        [
+            must("kv_bytes_per_token", kv, 80, 8, 128, 2),
+            *constants(LAYERS=80, KV_HEADS=8, HEAD_DIM=128, DTYPE=2, KV_PER_TOKEN=kv),
+        ],
     )  # fmt: skip
     yield Claim(
-        1, "one 128k-context request is ~23% of a 4xH100 replica's KV budget",
-        "23.2% of 172.5 GiB", "{share:.1%} of {KV_BUDGET_GIB} GiB", round(share, 2) == 0.23,
-        {
-            "share": (share, lambda: s["budget_share"](s["kv_gib"](131_072))),
-            "KV_BUDGET_GIB": (budget / 2**30, lambda: KV_BUDGET_GIB),
-            "GIB": (1024**3, lambda: GIB),
-        },
+        "one 128k-context request is ~23% of a 4xH100 replica's KV budget",
+        "23.2% of 172.5 GiB", f"{share:.1%} of {budget / 2**30} GiB", round(share, 2) == 0.23,
+        [
+            must("kv_gib", gib, 131_072), must("budget_share", share, gib),
+            *constants(KV_BUDGET_GIB=172.5, GIB=1024**3),
+        ],
     )  # fmt: skip
     yield Claim(
-        1, "GQA is an 8x reduction",
-        "2,560 KiB/token without it", "{KiB:,.0f} KiB/token without it", multi_head == 8 * kv,
-        {"KiB": (multi_head / 2**10, lambda: token(Q_HEADS, DTYPE) / 2**10)},
+        "GQA is an 8x reduction",
+        "2,560 KiB/token without it", f"{multi_head // 2**10:,} KiB/token without it",
+        multi_head == 8 * kv,
+        [must("kv_bytes_per_token", multi_head, 80, 64, 128, 2), *constants(Q_HEADS=64)],
     )  # fmt: skip
+    yield must("kv_bytes_per_token", 2, 1, 1, 1, 1)
+    yield must("kv_bytes_per_token", 2 * 3 * 5 * 7 * 4, 3, 5, 7, 4)
+    yield must("kv_bytes_per_token", 139_264, 64, 8, 128, 34 / 32)  # 32 values in 34 bytes
+    yield must("kv_bytes_per_token", 17, 3, 1, 5, 18 / 32)  # 16.875 bytes, rounded up once
+    yield must("kv_gib", 1.5, 3, kv_per_token=2**29)
+    yield must("budget_share", 0.25, 3, budget_gib=12)
+    gqa = {  # Llama-3.1 8B
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "hidden_size": 4096, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    mha = {name: x for name, x in gqa.items() if name != "num_key_value_heads"}
+    mla = {**mha, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    window = {**gqa, "sliding_window": 4096}
+    every_other = {**window, "layer_types": ["sliding_attention", "full_attention"] * 16}
+    for name, config, derived, tokens, options in (
+        ("Llama-3.1 8B", gqa, 32 * 2 * 8 * 128 * 2, 1, {}),
+        ("Llama-3.1 8B", gqa, 7 * 32 * 2 * 8 * 128, 7, {"dtype_bytes": 1}),
+        ("Llama-3.1 8B", gqa, 32 * 2 * 8 * 128 * 18 // 32, 1, {"dtype_bytes": 18 / 32}),
+        ("Llama-3.1 8B", gqa, 3 * 32 * 2 * 2 * 128 * 2, 3, {"tp": 4}),
+        ("Llama-3.1 8B", gqa, 32 * 2 * 1 * 128 * 2, 1, {"tp": 16}),  # no head is split
+        ("multi-head", mha, 32 * 2 * 32 * 128 * 2, 1, {}),
+        ("heads of 160", {**gqa, "head_dim": 160}, 32 * 2 * 8 * 160 * 2, 1, {}),
+        ("a window", window, 4095 * 32 * 2 * 8 * 128 * 2, 4095, {}),
+        ("a window", window, 4096 * 32 * 2 * 8 * 128 * 2, 9000, {}),
+        ("a window in half", every_other, (4096 + 9000) * 16 * 2 * 8 * 128 * 2, 9000, {}),
+        ("a latent", mla, 5 * 32 * (512 + 64) * 2, 5, {"tp": 8}),  # all of it on each GPU
+    ):  # fmt: skip
+        spelled = "".join(f", {option}={value}" for option, value in options.items())
+        call = f"kv_bytes(<{name}>, {tokens}{spelled})"
+        yield must("kv_bytes", derived, config, tokens, call=call, **options)
 
-    # Block 2: slots.
-    lengths = [prompt + output for prompt, output in seq_lengths(4000)]
-    slots = budget // (8192 * kv)
-    waste = 1 - sum(lengths[:slots]) / (slots * 8192)
 
-    @cache
-    def drawn() -> Any:
-        return tuple(s["seq_lengths"](4000))
+Requests = list[tuple[int, int]]  # (prompt, output) of each
 
-    def requests() -> Any:
-        return list(drawn())  # a list for each mechanism, whatever it does to its own
 
-    @cache
-    def reserved(reserve: int) -> Any:
-        return s["contiguous"](requests(), reserve)
+def draw(n: int, seed: int, mu: float, sigma: float, prefix: int = 0) -> Requests:
+    """A workload, by its definition."""
+    lognormal = random.Random(seed).lognormvariate
+    return [(prefix + int(lognormal(mu, sigma)), int(lognormal(5.5, 0.8))) for _ in range(n)]
+
+
+def small_cases() -> Iterator[tuple[Requests, int, Parts]]:
+    """Small workloads, with so many tokens of room, and the options that make such a room.
+
+    They are the same on every Python: nothing but random() is promised to be.
+    """
+    rng = random.Random(2023)
+    for _ in range(40):
+        longest, n = 1 + int(40 * rng.random()), int(9 * rng.random())
+        lengths = [int(longest * rng.random()) for _ in range(2 * n)]
+        room, kv = 16 + int(200 * rng.random()), 2**20 * (1 + int(9 * rng.random()))
+        spare = int(kv * rng.random())  # bytes, too few for one more token
+        options = {"budget_gib": (room * kv + spare) / 2**30, "kv_per_token": kv}
+        yield list(zip(lengths[:n], lengths[n:])), room, options
+
+
+def fitting(requests: Requests, needs: list[int], room: int, held: int = 0) -> Parts:
+    """What an Allocation must say: requests in order, that need so many tokens of the room each."""
+    batch = bisect_right(list(accumulate(needs)), room - held)
+    held += sum(needs[:batch])
+    logical = sum(prompt + output for prompt, output in requests[:batch])
+    waste = 1 - logical / held if held else 0.0
+    return {"batch": batch, "held_tokens": held, "logical_tokens": logical, "waste": waste}
+
+
+def in_slots(requests: Requests, reserve: int, room: int) -> Parts:
+    """Requests in slots of `reserve` tokens, whatever they need."""
+    derived = fitting(requests, [reserve] * len(requests), room)
+    longer = [prompt + output > reserve for prompt, output in requests[: derived["batch"]]]
+    return {**derived, "misfits": sum(longer)}
+
+
+def claims_of_block_2(s: Parts) -> Iterator[Claim | Check]:
+    """Slots."""
+    must = partial(check, s)
+    requests, room = seq_lengths(4000), 345 * 2**29 // 327_680
+    slots = room // 8192
+    waste = 1 - sum(prompt + output for prompt, output in requests[:slots]) / (slots * 8192)
+
+    def reserving(n: int) -> Check:
+        derived, call = in_slots(requests, n, room), f"contiguous(seq_lengths(4000), {n})"
+        return must("contiguous", derived, requests, n, call=call)
 
     yield Claim(
-        2, "an 8k reservation wastes over 80% of the budget",
-        "82.3% wasted, batch 69", "{waste:.1%} wasted, batch {batch}", waste > 0.80,
-        {
-            "waste": (waste, lambda: reserved(8192).waste),
-            "batch": (slots, lambda: reserved(8192).batch),
-            "batch at 2,048": (budget // (2048 * kv), lambda: reserved(2048).batch),
-            "first lengths": (lengths[:9], lambda: [sum(pair) for pair in s["seq_lengths"](9)]),
-        },
+        "an 8k reservation wastes over 80% of the budget",
+        "82.3% wasted, batch 69", f"{waste:.1%} wasted, batch {slots}", waste > 0.80,
+        [must("seq_lengths", requests, 4000), reserving(8192)],
     )  # fmt: skip
+    yield must("seq_lengths", draw(9, 5, 6.4, 1.0), 9)
+    yield must("seq_lengths", draw(3, 11, 6.4, 1.0), 3, seed=11)
+    yield must("seq_lengths", [], 0)
+    yield must("budget_tokens", 565_248)
+    yield must("budget_tokens", 299_593, budget_gib=16, kv_per_token=57_344)
+    three = [(10, 16)] * 3
+    half: Parts = {"budget_gib": 0.5, "kv_per_token": 2**24}  # 32 tokens
+    yield must("contiguous", in_slots(three, 16, 32), three, 16, **half)
+    for reserve in (282_624, 282_625):  # half the budget, and a token more
+        yield must("contiguous", in_slots(three, reserve, 565_248), three, reserve)
+    yield from map(reserving, (2048, 512, 32_768))
+    for few, room, options in small_cases():
+        reserve, on = 1 + room // (1 + len(few)), f" on {room} tokens"
+        yield must("budget_tokens", room, **options)
+        yield must("contiguous", in_slots(few, reserve, room), few, reserve, on=on, **options)
 
-    # Block 3: pages of 16 tokens, of 1 token, and a pool that is filled and emptied.
-    room = budget // (16 * kv)
-    pages = [-(-length // 16) for length in lengths]
-    batch = how_many_fit(pages, room)
-    held = sum(pages[:batch])
-    internal = 1 - sum(lengths[:batch]) / (held * 16)
-    finest = how_many_fit(lengths, budget // kv)
 
-    @cache
-    def in_pages(page_tokens: int) -> Any:
-        return s["paged"](requests(), page_tokens)
+def on_pages(
+    requests: Requests, page: int, pages: int, prefix: int = 0, copies: bool = False
+) -> Parts:
+    """Requests on pages, token by token, behind a prefix that is stored once.
 
+    A sequence takes each page that a token of its own lies on. These tokens start afresh, or where
+    the shared ones end, if the page that they end in is copied.
+    """
+    stored = len({token // page for token in range(prefix)})
+    if stored > pages:
+        return fitting([], [], 0)
+    needs = []
+    for prompt, output in requests:
+        shared = min(prefix, prompt)
+        start = shared if copies else 0
+        own = range(start, start + prompt + output - shared)
+        needs.append(page * len({token // page for token in own}))
+    return fitting(requests, needs, page * pages, page * stored)
+
+
+def claims_of_block_3(s: Parts) -> Iterator[Claim | Check]:
+    """Pages of 16 tokens, of one token, and a pool that is written and read."""
+    must = partial(check, s)
+    requests, room = seq_lengths(4000), 345 * 2**29 // 327_680
+    lengths = [prompt + output for prompt, output in requests]
+    slots = room // 8192
+    pages_of_16 = fitting(requests, [16 * math.ceil(n / 16) for n in lengths], room)
+    pages_of_1 = fitting(requests, lengths, room)
+    waste, batch, finest = pages_of_16["waste"], pages_of_16["batch"], pages_of_1["batch"]
+    drawn = must("seq_lengths", requests, 4000)
+    derived, call = in_slots(requests, 8192, room), "contiguous(seq_lengths(4000), 8192)"
+    reserved = must("contiguous", derived, requests, 8192, call=call)
+    paged_16 = must("paged", pages_of_16, requests, 16, call="paged(seq_lengths(4000), 16)")
+    paged_1 = must("paged", pages_of_1, requests, 1, call="paged(seq_lengths(4000), 1)")
     yield Claim(
-        3, "16-token pages keep internal waste under 1%",
-        "0.54%", "{waste:.2%}", internal < 0.01,
-        {
-            "waste": (internal, lambda: in_pages(16).waste),
-            "tokens held": (held * 16, lambda: in_pages(16).held_tokens),
-        },
+        "16-token pages keep internal waste under 1%",
+        "0.54%", f"{waste:.2%}", waste < 0.01,
+        [drawn, paged_16],
     )  # fmt: skip
     yield Claim(
-        3, "and multiply the batch ~6x over an 8k reservation",
-        "batch 69 -> 417 = 6.0x", "batch {reserved} -> {batch} = {ratio:.1f}x",
+        "and multiply the batch ~6x over an 8k reservation",
+        "batch 69 -> 417 = 6.0x", f"batch {slots} -> {batch} = {batch / slots:.1f}x",
         round(batch / slots) == 6,
-        {
-            "reserved": (slots, lambda: reserved(8192).batch),
-            "batch": (batch, lambda: in_pages(16).batch),
-            "ratio": (batch / slots, lambda: in_pages(16).batch / reserved(8192).batch),
-            "held after each call on a pool": (
-                [held, held, held, 0, 0, 1, 1, 2, 4, 0],
-                lambda: fill_and_grow(s, room, lengths[:batch], lengths[batch]),
-            ),
-        },
+        [drawn, reserved, paged_16],
     )  # fmt: skip
     yield Claim(
-        3, "below 16 tokens a page the batch barely improves",
-        "batch 417 at 16 tokens vs 420 at 1", "batch {batch} at 16 tokens vs {finest} at 1",
+        "below 16 tokens a page the batch barely improves",
+        "batch 417 at 16 tokens vs 420 at 1", f"batch {batch} at 16 tokens vs {finest} at 1",
         batch <= finest < 1.01 * batch,
-        {
-            "batch": (batch, lambda: in_pages(16).batch),
-            "finest": (finest, lambda: in_pages(1).batch),
-        },
+        [drawn, paged_16, paged_1],
     )  # fmt: skip
-
-    # Block 4: the prefix once, the rest 64 times; and pages that are forked and written.
-    prefixed = prefixed_lengths(64, 4096)
-    private = [prompt + output - 4096 for prompt, output in prefixed]
-    less = 1 - (4096 + sum(private)) / (64 * 4096 + sum(private))
-    split = [(prompt + output, min(prompt, 2048)) for prompt, output in seq_lengths(4000)]
-    fresh = how_many_fit((-(-(length - shared) // 16) for length, shared in split), room - 128)
-    copied = how_many_fit((-(-length // 16) - shared // 16 for length, shared in split), room - 128)
-
-    def behind_4096(page_tokens: int) -> Any:
-        return s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens)
-
-    def behind_2048(copy_on_write: bool) -> Any:
-        return s["shared_prefix"](requests(), 2048, copy_on_write=copy_on_write).batch
-
-    yield Claim(
-        4, "a 4k prefix shared by 64 requests is ~89% of the KV",
-        "89.0% saved by storing it once", "{saved:.1%} saved by storing it once",
-        round(less, 2) == 0.89,
-        {
-            "saved": (
-                less,
-                lambda: 1 - behind_4096(1).held_tokens / behind_4096(1).logical_tokens,
-            ),
-            "tokens stored": (4096 + sum(private), lambda: behind_4096(1).held_tokens),
-            "in whole pages": (
-                4096 + 16 * sum(-(-tokens // 16) for tokens in private),
-                lambda: behind_4096(16).held_tokens,
-            ),
-            "batch behind 2,048": (fresh, lambda: behind_2048(False)),
-            "with copies": (copied, lambda: behind_2048(True)),
-            "held after each call on a pool": (
-                [3, 4, 4, 4, 5, 6, 5, 2, 0],
-                lambda: fork_and_write(s),
-            ),
-        },
-    )  # fmt: skip
-
-    # Block 5: time against time.
-    flops = 989.5e12
-    even = {tp: kv * tp * flops / (2 * 70e9) / 1e9 for tp in (1, 2, 4, 8)}
-    spans = (1, 4096, 131_072)
-    at_span = [(n * kv / 1e9) / (n * 2 * 70e9 / (4 * flops)) for n in spans]
-    # Block 6: its curve is an assumption, so it has no claim; its tokens are one more span to time.
-    occupancies = (0.60, 0.85, 0.90, 0.95, 0.99)
-    again = []
-    for preempts in (0, 0, (5 / 15) ** 2, (10 / 15) ** 2, (14 / 15) ** 2):
-        rng = random.Random(3)
-        draws = (rng.lognormvariate(6.4, 1) for _ in range(2000) if rng.random() < preempts)
-        again.append(sum(map(int, draws)))
-
-    yield Claim(
-        5, "break-even at TP4 is ~9.3 GB/s",
-        "9.26 GB/s", "{even:.2f} GB/s", round(even[4], 1) == 9.3,
-        {
-            "even": (even[4], lambda: s["break_even"]()),
-            "N_PARAMS": (70e9, lambda: N_PARAMS),
-            "DENSE_FLOPS_PER_GPU": (flops, lambda: DENSE_FLOPS_PER_GPU),
-        },
-    )  # fmt: skip
-    yield Claim(
-        5, "it does not depend on prefix length (at 2N FLOP a token)",
-        "9.26 GB/s at 1, 4,096 and 131,072 tokens",
-        "{even[0]:.2f} GB/s at 1, 4,096 and 131,072 tokens",
-        max(at_span) - min(at_span) < 1e-12,
-        {
-            "even": (
-                at_span,
-                lambda: [s["fetch_seconds"](n, 1.0) / s["recompute_seconds"](n) for n in spans],
-            ),
-            "fetch seconds": (4096 * kv / 7e9, lambda: s["fetch_seconds"](4096, 7)),
-            "recompute seconds": (
-                again[3] * 140e9 / (4 * flops),
-                lambda: s["recompute_seconds"](s["preempted_tokens"](0.95)),
-            ),
-            "preempted tokens": (again, lambda: [s["preempted_tokens"](o) for o in occupancies]),
-        },
-    )  # fmt: skip
-    yield Claim(
-        5, "one local NVMe drive at 7 GB/s is below it",
-        "7 GB/s vs 9.26 GB/s break-even", "{tiers[3]} GB/s vs {even:.2f} GB/s break-even",
-        even[4] > 7,
-        {
-            "tiers": ([3350, 64, 25, 7, 1], lambda: list(TIERS.values())),
-            "even": (even[4], lambda: s["break_even"]()),
-        },
-    )  # fmt: skip
-    yield Claim(
-        5, "FP8 KV halves it",
-        "4.63 GB/s -- NVMe becomes viable", "{even:.2f} GB/s -- NVMe becomes viable",
-        even[4] / 2 < 7,
-        {"even": (even[4] / 2, lambda: s["break_even"](token(KV_HEADS, 1)))},
-    )  # fmt: skip
-    yield Claim(
-        5, "TP8 raises it",
-        "TP4 9.3 -> TP8 18.5 GB/s", "TP4 {even[2]:.1f} -> TP8 {even[3]:.1f} GB/s",
-        even[8] > even[4],
-        {
-            "even": (list(even.values()), lambda: [s["break_even"](tp=tp) for tp in even]),
-            "seconds a token": (
-                [140e9 / flops / tp for tp in even],
-                lambda: [s["recompute_seconds"](1, tp=tp) for tp in even],
-            ),
-        },
-    )  # fmt: skip
-
-    dense = 132 * 4096 * 1.83e9 / 1e12
-    yield Claim(
-        5, "the datasheet's 1,979 TFLOP/s is the with-sparsity figure",
-        "132 SMs x 4,096 FLOP/clock x 1.83 GHz = 989.4 dense, x2 sparse = 1,979",
-        "132 SMs x 4,096 FLOP/clock x 1.83 GHz = {dense:.1f} dense, x2 sparse = {sparse:,.0f}",
-        round(2 * dense) == 1979,
-        {
-            "dense": (dense, lambda: DENSE_FLOPS_PER_GPU / 1e12),
-            "sparse": (2 * dense, lambda: 2 * 140e9 / s["recompute_seconds"](1, tp=1) / 1e12),
-        },
-        tolerance=1e-3,
-    )  # fmt: skip
+    one, three = [(10, 16)], [(10, 16)] * 3
+    half: Parts = {"budget_gib": 0.5, "kv_per_token": 2**24}  # 32 tokens
+    yield must("paged", on_pages(one, 16, 2), one, on=" on 2 pages of 16 tokens", **half)
+    yield must("paged", on_pages(three, 16, 2), three, 16, **half)
+    yield must("paged", on_pages(three, 16, 4), three, 16, budget_gib=1, kv_per_token=2**24)
+    yield must("paged", on_pages(one, 64, 0), one, 64, **half)
+    for tokens, batch in ((565_248, 1), (565_249, 0)):  # the budget, and a token more
+        yield must("paged", {"batch": batch}, [(tokens, 0)])
+    for few, room, options in small_cases():
+        for page in (1, 1 + room % 7, 16):
+            on = f" on {room // page} pages of {page} tokens"
+            yield must("paged", on_pages(few, page, room // page), few, page, on=on, **options)
+    call, ask = "paged([(10, 16)])", lambda: getattr(s["paged"](one), "misfits", 0)
+    yield Check("paged", f"{call}.misfits", 0, ask)
+    yield from checks_of_a_pool(s)
 
 
-def how_many_fit(needs: Iterable[int], room: int) -> int:
-    """How many of the first needs, added up, do not exceed the room."""
-    return bisect_right(list(accumulate(needs)), room)
+# A pool is graded by using it as an engine does: every token is written where the block table says,
+# and all tokens are read back after every call.
+
+STORIES = (  # on room for 128 tokens
+    "a = allocate(20); b = allocate(16); append(a, 11); append(a); append(a, 1); release(b);"
+    " b = allocate(80); append(a, 16); append(a, 15); append(a, 1); append(b, 1); release(a);"
+    " append(b, 49); append(b, 48); a = allocate(1)",
+    "a = allocate(40); b = fork(a, 40); c = fork(a, 20); append(b, 0); append(b, 1); append(a, 1);"
+    " append(b, 8); append(c, 13); d = fork(b, 40); release(a); append(d, 40); append(d, 9);"
+    " release(b); append(d, 9); a = fork(d, 37); append(a, 1); release(c); release(d);"
+    " append(a, 80); release(a); a = allocate(0); b = fork(a, 0); append(b, 128)",
+    "a = allocate(120); b = fork(a, 120); append(b, 1); append(a, 8); release(a); append(b, 8)",
+)
+POOL = ("allocate", "release", "append", "fork", "held", "free", "references")
 
 
-def fill_and_grow(s: Parts, room: int, fitting: list[int], next_one: int) -> list[int]:
-    """Pages held as a pool is filled, refuses two, is emptied; then one sequence grows and ends."""
-    pool = s["PagePool"](room, 16)
-    admitted = [pool.allocate(length) for length in fitting]
-    held = [pool.held]
-    with contextlib.suppress(s["OutOfPages"]):
-        pool.allocate(next_one)
-    held.append(pool.held)
-    with contextlib.suppress(s["OutOfPages"]):
-        pool.append(admitted[0], room * 16)
-    held.append(pool.held)
-    for sequence in admitted:
-        pool.release(sequence)
-    held.append(pool.held)
-    sequence = pool.allocate(0)
-    for tokens in (0, 1, 15, 1, 32):
-        pool.append(sequence, tokens)
-        held.append(pool.held)
-    pool.release(sequence)
-    return [*held, pool.held]
+def use_pool(s: Parts, page: int, story: str) -> list[str]:
+    """Make the calls of a story; raise Fault where one goes wrong. Returns what the pool lacks."""
+    pages = 128 // page
+    pool = s["PagePool"](pages, page)
+    lacks = [name for name in POOL if not hasattr(pool, name)]
+    errors = [x for x in (s["OutOfPages"], OutOfPages) if isinstance(x, type)]
+    full = tuple(error for error in errors if issubclass(error, Exception))
+    sequences: dict[str, Any] = {}
+    written: dict[str, list[int]] = {}  # the tokens of each sequence, each a number of its own
+    memory = [[0] * page for _ in range(pages)]
+    held, numbers = 0, count(1)
+
+    def expect(form: str, derived: int, yours: Any) -> None:
+        if not same(derived, yours):
+            also = f"; it lacks {', '.join(lacks)}" if lacks else ""
+            raise Fault(f"after {call}: {in_words(form, derived, yours)}{also}")
+
+    for call in story.split("; "):
+        new, verb, old, digits = re.findall(r"(?:(.) = )?(\w+)\(([a-d]?)(?:, )?(\d*)", call)[0]
+        if verb in lacks or (old and old not in sequences):
+            continue  # a reader's pool may be half done
+        name, n, tokens = new or old, int(digits or 1), written.get(old, [])
+        table = list(sequences[old].table) if old else []
+        others = {page for x in sequences.keys() - {name} for page in sequences[x].table}
+        need = 0
+        if verb in ("allocate", "append"):
+            copies = n > 0 and len(tokens) % page > 0 and table[-1] in others
+            need = math.ceil((len(tokens) + n) / page) - len(table) + copies
+        right, outcome = "OutOfPages" if held + need > pages else "no error", "no error"
+        given = ([sequences[old]] if old else []) + ([n] if digits else [])
+        try:
+            returned = getattr(pool, verb)(*given)
+        except full:
+            outcome = "OutOfPages"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise Fault(f"{call} raises {described(error)}") from None
+        if outcome != right:
+            raise Fault(f"{call} with {pages - held} pages free: {right}, yours {outcome}")
+        if verb == "release":
+            held -= len(set(table) - others)
+            del sequences[name], written[name]
+        elif right == "no error":
+            held += need
+            sequence = sequences[name] = returned if new else sequences[name]
+            if not (hasattr(sequence, "table") and hasattr(sequence, "tokens")):
+                raise Fault(
+                    f"{call} must return what has table and tokens, not {described(returned)}"
+                )
+            written[name] = tokens[:n] if verb == "fork" else [*tokens, *islice(numbers, n)]
+            after = sequence.table
+            if set(after) - set(range(pages)):
+                raise Fault(f"after {call}: pages 0 to {pages - 1}, yours {described(after)}")
+            for copied, copy in zip(table, after) if verb == "append" else ():
+                memory[copy] = list(memory[copied])
+            for i in range(len(tokens), min(len(written[name]), len(after) * page)):
+                memory[after[i // page]][i % page] = written[name][i]
+        for name, tokens in written.items():
+            table = sequences[name].table
+            expect(f"{name} has {{}} tokens", len(tokens), sequences[name].tokens)
+            expect(f"{name} has {{}} pages", math.ceil(len(tokens) / page), len(table))
+            for i, token in enumerate(tokens):
+                if memory[table[i // page]][i % page] != token:
+                    raise Fault(f"after {call}: {name} reads its token {i}, yours another one")
+        tables = [page for sequence in sequences.values() for page in sequence.table]
+        expect("{} pages held", held, len(set(tables)))
+        expect("{} pages held", held, getattr(pool, "held", held))
+        expect("{} pages free", pages - held, getattr(pool, "free", pages - held))
+        for one in range(pages) if "references" not in lacks else ():
+            expect(f"{{}} references to page {one}", tables.count(one), pool.references(one))
+    return lacks
 
 
-def fork_and_write(s: Parts) -> list[int]:
-    """Pages held after two forks in mid-page, writes to parent and children, and their releases."""
+def misuse_pool(s: Parts) -> bool:
+    """Use a pool wrongly; raise Fault if it bears that, or if anything has changed by it."""
     pool = s["PagePool"](8, 16)
-    parent = pool.allocate(40)
-    child, other = pool.fork(parent, 40), pool.fork(parent, 20)
-    held = [pool.held]
-    for sequence, tokens in ((child, 1), (parent, 1), (child, 7), (child, 1), (other, 2)):
-        pool.append(sequence, tokens)
-        held.append(pool.held)
-    for sequence in (parent, child, other):
-        pool.release(sequence)
-        held.append(pool.held)
-    return held
+    a, b = pool.allocate(40), pool.allocate(16)
+    pool.release(b)
+    for call, method, *wrong in (
+        ("release(b), released before", pool.release, b),
+        ("append(b, 1), released before", pool.append, b, 1),
+        ("fork(b, 0), released before", pool.fork, b, 0),
+        ("fork(a, 41) of 40 tokens", pool.fork, a, 41),
+        ("append(a, -1)", pool.append, a, -1),
+        ("allocate(-1)", pool.allocate, -1),
+        ("PagePool(0, 16)", s["PagePool"], 0, 16),
+        ("PagePool(8, 0)", s["PagePool"], 8, 0),
+    ):
+        if not raises(method, *wrong):
+            raise Fault(f"{call}: an error, yours none")
+        if not same(3, pool.held):
+            raise Fault(f"{call}: 3 pages held, yours {described(pool.held)}")
+    return True
 
 
-def agree(derived: Any, asked: Any, tolerance: float) -> bool:
-    """Whether two numbers, or the numbers in two lists, are the same."""
-    if not isinstance(derived, list):
-        derived, asked = [derived], [asked]
+def raises(function: Callable[..., Any], *args: Any, **options: Any) -> bool:
+    """Whether a call is refused with an error."""
     try:
-        return len(derived) == len(asked) and all(
-            math.isclose(x, y, rel_tol=tolerance) for x, y in zip(derived, asked)
-        )
+        function(*args, **options)
+    except Exception:
+        return True
+    return False
+
+
+def checks_of_a_pool(s: Parts) -> Iterator[Check]:
+    """Its stories, what it must refuse, its defaults, and the error that it raises."""
+
+    def use() -> bool:
+        lacks = [use_pool(s, page, story) for page in (16, 2, 5) for story in STORIES].pop()
+        if lacks:
+            raise Fault(f"lacks {', '.join(lacks)}; what it has is right")
+        return True
+
+    def is_raised() -> bool:
+        raised = OutOfPages if s["PagePool"] is PagePool else s["OutOfPages"]
+        return issubclass(raised, s["OutOfPages"]) and issubclass(raised, Exception)
+
+    yield Check("PagePool", "PagePool(8, 16)", True, use)
+    yield Check("PagePool", "PagePool(8, 16)", True, partial(misuse_pool, s))
+    yield check(s, "PagePool", {"page_tokens": 16, "pages": 3}, 3)
+    yield Check("OutOfPages", "is an exception that PagePool raises", True, is_raised)
+
+
+def claims_of_block_4(s: Parts) -> Iterator[Claim | Check]:
+    """The prefix once, the rest 64 times."""
+    must = partial(check, s)
+    requests = prefixed_lengths(64, 4096)
+    private = [prompt + output - 4096 for prompt, output in requests]
+    stored, alone = 4096 + sum(private), 64 * 4096 + sum(private)
+    saved = 1 - stored / alone
+    derived = {"batch": 64, "held_tokens": stored, "logical_tokens": alone, "saved": saved}
+    call = "shared_prefix(prefixed_lengths(64, 4096), 4096, 1)"
+    yield Claim(
+        "a 4k prefix shared by 64 requests is ~89% of the KV",
+        "89.0% saved by storing it once", f"{saved:.1%} saved by storing it once",
+        round(saved, 2) == 0.89,
+        [
+            must("prefixed_lengths", requests, 64, 4096),
+            must("shared_prefix", derived, requests, 4096, 1, call=call),
+        ],
+    )  # fmt: skip
+    yield must("prefixed_lengths", draw(9, 9, 5.0, 0.9, 256), 9, 256)
+    yield must("prefixed_lengths", draw(3, 4, 5.0, 0.9), 3, 0, seed=4)
+    yield must("prefixed_lengths", [], 0, 7)
+
+    def sharing(few: Requests, prefix: int, page: int, room: int, **options: Any) -> Check:
+        copies = options.get("copy_on_write", False)
+        derived = on_pages(few, page, room // page, prefix, copies)
+        held, logical = derived["held_tokens"], derived["logical_tokens"]
+        derived["saved"] = 1 - held / logical if logical else 0.0
+        del derived["waste"]
+        on = f"{', copy_on_write=True' * copies} on {room // page} pages of {page} tokens"
+        return must("shared_prefix", derived, few, prefix, page, on=on, **options)
+
+    three = [(40, 8), (30, 0), (40, 8)]
+    half: Parts = {"budget_gib": 0.5, "kv_per_token": 2**23}  # 64 tokens
+    yield sharing(three, 40, 16, 64, **half)
+    yield sharing(three, 40, 16, 64, **half, copy_on_write=True)
+    yield sharing(three, 65, 16, 64, **half)  # the prefix alone is too long
+    for few, room, options in small_cases():
+        for page in (1, 1 + room % 7, 16):
+            yield sharing(few, room // (1 + len(few)), page, room, **options)
+            yield sharing(few, room // (1 + len(few)), page, room, **options, copy_on_write=True)
+    for n, prefix, mine in ((1, 9, 9), (2, 300, 100), (64, 4096, 558.5)):
+        less = 1 - (prefix + n * mine) / (n * (prefix + mine))  # one prefix and all that is private
+        yield must("expected_saving", less, n, prefix, private=mine)
+    mean = math.exp(5 + 0.9**2 / 2) + math.exp(5.5 + 0.8**2 / 2) - 1  # of two log-normals
+    yield must("expected_saving", 63 * 4096 / (64 * (4096 + mean)), 64, 4096)
+    # The assembly's row: as much of a prompt as lies in the first 2,048 tokens is shared.
+    requests = seq_lengths(4000)
+    split = [(prompt + output, min(prompt, 2048)) for prompt, output in requests]
+    fresh = [16 * math.ceil((length - shared) / 16) for length, shared in split]
+    copied = [16 * (math.ceil(length / 16) - shared // 16) for length, shared in split]
+    for copies, needs in ((False, fresh), (True, copied)):
+        derived = {"batch": fitting(requests, needs, 565_248, held=2048)["batch"]}
+        call = f"shared_prefix(seq_lengths(4000), 2048, copy_on_write={copies})"
+        yield must("shared_prefix", derived, requests, 2048, call=call, copy_on_write=copies)
+
+
+def claims_of_block_5(s: Parts) -> Iterator[Claim | Check]:
+    """Time against time."""
+    must = partial(check, s)
+    kv, flops, flop_per_token = 327_680, 989.5e12, 2 * 70e9
+    even = {tp: kv * tp * flops / flop_per_token / 1e9 for tp in (1, 2, 4, 8)}
+    spans = (1, 4096, 131_072)
+    fetched = {n: n * kv / 1e9 for n in spans}  # seconds, at 1 GB/s
+    computed = {n: n * flop_per_token / (4 * flops) for n in spans}
+    at_span = {f"{fetched[n] / computed[n]:.2f} GB/s" for n in spans}
+    dense = 132 * 4096 * 1.83e9
+    yield Claim(
+        "break-even at TP4 is ~9.3 GB/s",
+        "9.26 GB/s", f"{even[4]:.2f} GB/s", round(even[4], 1) == 9.3,
+        [must("break_even", even[4]), *constants(N_PARAMS=70e9, DENSE_FLOPS_PER_GPU=flops)],
+    )  # fmt: skip
+    yield Claim(
+        "it does not depend on prefix length (at 2N FLOP a token)",
+        "9.26 GB/s at 1, 4,096 and 131,072 tokens",
+        f"{' or '.join(sorted(at_span))} at 1, 4,096 and 131,072 tokens", len(at_span) == 1,
+        [
+            *(must("fetch_seconds", fetched[n], n, 1.0) for n in spans),
+            *(must("recompute_seconds", computed[n], n) for n in spans),
+        ],
+    )  # fmt: skip
+    yield Claim(
+        "one local NVMe drive at 7 GB/s is below it",
+        "7 GB/s vs 9.26 GB/s break-even", f"7 GB/s vs {even[4]:.2f} GB/s break-even", even[4] > 7,
+        [must("break_even", even[4]), Check("", "TIERS", [3350, 64, 25, 7, 1], TIERS.values)],
+    )  # fmt: skip
+    yield Claim(
+        "FP8 KV halves it",
+        "4.63 GB/s -- NVMe becomes viable", f"{even[4] / 2:.2f} GB/s -- NVMe becomes viable",
+        even[4] / 2 < 7,
+        [
+            must("kv_bytes_per_token", kv // 2, 80, 8, 128, 1),
+            must("break_even", even[4] / 2, kv_per_token=kv // 2),
+        ],
+    )  # fmt: skip
+    yield Claim(
+        "TP8 raises it",
+        "TP4 9.3 -> TP8 18.5 GB/s", f"TP4 {even[4]:.1f} -> TP8 {even[8]:.1f} GB/s",
+        even[8] > even[4],
+        [must("break_even", even[tp], tp=tp) for tp in even],
+    )  # fmt: skip
+    roughly = [
+        *constants(DENSE_FLOPS_PER_GPU=dense),
+        must("recompute_seconds", flop_per_token / dense, 1, tp=1),
+    ]
+    yield Claim(
+        "the datasheet's 1,979 TFLOP/s is the with-sparsity figure",
+        "132 SMs x 4,096 FLOP/clock x 1.83 GHz = 989.4 dense, x2 sparse = 1,979",
+        f"132 SMs x 4,096 FLOP/clock x 1.83 GHz = {dense / 1e12:.1f} dense,"
+        f" x2 sparse = {2 * dense / 1e12:,.0f}", round(2 * dense / 1e12) == 1979,
+        [claimed._replace(tolerance=1e-3) for claimed in roughly],
+    )  # fmt: skip
+    yield must("fetch_seconds", 0.0, 0, 7)
+    yield must("fetch_seconds", 3000 * 2e5 / 25e9, 3000, 25, kv_per_token=200_000)
+    for shape in ({}, {"layers": 60}, {"q_heads": 32}, {"head_dim": 96}):
+        width = 4 * shape.get("layers", 80) * shape.get("q_heads", 64) * shape.get("head_dim", 128)
+        for tp, mfu, n, attention in (
+            (4, 1.0, 1, True), (2, 0.5, 1, False), (8, 0.25, 5000, False), (1, 0.8, 5000, True),
+        ):  # fmt: skip
+            flop = n * flop_per_token + attention * n * width * n / 2  # half of n, on average
+            seconds = flop / (tp * flops * mfu)
+            options: Parts = {"tp": tp, "mfu": mfu, "attention": attention, **shape}
+            yield must("recompute_seconds", seconds, n, **options)
+            options.update({} if n == 1 else {"prefix": n})
+            yield must("break_even", n * kv / 1e9 / seconds, **options)
+    small: Parts = {"n_params": 8e9, "flops_per_gpu": 1e15}
+    yield must("recompute_seconds", 9 * 16e9 / 4e15, 9, **small)
+    yield must("break_even", 5e5 * 4e15 / 16e9 / 1e9, kv_per_token=5e5, **small)
+    for gb_per_s in (7, 1, 4.16, 9, 25):
+        # A fetch is faster from that length on at which its FLOP, attention's among them, are more.
+        flop = kv * 4 * flops / (gb_per_s * 1e9)
+        longest = math.floor((flop - flop_per_token) / (4 * 80 * 64 * 128 / 2))
+        yield must("shortest_fetch", max(0, longest) + 1, gb_per_s)
+
+
+def roofline(tokens: float, held_tokens: float) -> float:
+    """Seconds of a pass of the lesson's model, on its four cards."""
+    weights = max(140e9 / (4 * 3350e9), tokens * 140e9 / (4 * 989.5e12))
+    return weights + held_tokens * 327_680 / (4 * 3350e9)
+
+
+def scheduled(
+    requests: Requests, pages: int, page: int = 16, watermark: float = 0.0,
+    max_running: float = math.inf, max_batched_tokens: float = math.inf,
+    step_seconds: Callable[[float, float], float] = roofline,
+) -> Parts:  # fmt: skip
+    """What `serve` must say, one token and one page at a time, with nothing clever in it."""
+    queue = [{"prompt": p, "output": o, "made": 0, "pages": 0} for p, o in requests]
+    running: list[dict[str, int]] = []
+    total = dict.fromkeys(("steps", "generated", "prefilled", "reprefilled", "preempted"), 0)
+    steady: list[tuple[float, ...]] = [(0, 0, 0)]  # running, pages held, seconds
+    admitted = owed = peak = first = again = 0
+
+    def held() -> int:
+        return sum(sequence["pages"] for sequence in running)
+
+    def needed(sequence: dict[str, int]) -> int:
+        return math.ceil((sequence["prompt"] + sequence["made"] + 1) / page)
+
+    while queue or running:
+        counts = bool(queue) and 2 * admitted >= len(requests)
+        while queue and len(running) < max_running:
+            kept_free = math.floor(watermark * pages) if running else 0
+            if held() + needed(queue[0]) + kept_free > pages:
+                break
+            if running and owed >= max_batched_tokens - len(running):
+                break
+            sequence = queue.pop(0)
+            sequence["pages"] = needed(sequence)
+            running.append(sequence)
+            tokens, repeated = sequence["prompt"] + sequence["made"], sequence["made"] > 0
+            owed += tokens
+            total["prefilled"] += tokens
+            total["reprefilled"] += tokens * repeated
+            admitted += not repeated
+            first += tokens * (counts and not repeated)
+            again += tokens * (counts and repeated)
+        peak = max(peak, held())
+        computed = int(min(owed, max(1, max_batched_tokens - len(running))))
+        owed -= computed
+        if counts:
+            took = step_seconds(len(running) + computed, page * held())
+            steady.append((len(running), held(), took))
+        total["steps"] += 1
+        total["generated"] += len(running)
+        for sequence in running:
+            sequence["made"] += 1
+        running = [sequence for sequence in running if sequence["made"] < sequence["output"]]
+        for sequence in list(running):
+            while sequence in running and sequence["pages"] < needed(sequence):
+                if held() < pages:
+                    sequence["pages"] += 1
+                    peak = max(peak, held())
+                else:
+                    queue.insert(0, running.pop())
+                    total["preempted"] += 1
+    ran, held_in_all, seconds = map(sum, zip(*steady))
+    n = max(1, len(steady) - 1)
+    return {
+        **total, "peak_pages": peak, "running": ran / n, "held": held_in_all / pages / n,
+        "again": again / first if first else 0.0, "tokens_per_s": ran / seconds if seconds else 0.0,
+    }  # fmt: skip
+
+
+def claims_of_block_6(s: Parts) -> Iterator[Claim | Check]:
+    """No claim, for its curve is an assumption; but a pass, an average, and a scheduler."""
+    must = partial(check, s)
+    for occupancy, n, seed in (
+        (0.6, 50, 3), (0.85, 50, 3), (0.9, 2000, 3), (0.99, 900, 7), (1.0, 2000, 3), (1.0, 9, 1),
+    ):  # fmt: skip
+        rng, tokens = random.Random(seed), 0
+        for _ in range(n):
+            if rng.random() < max(0, (occupancy - 0.85) / 0.15) ** 2:
+                tokens += int(rng.lognormvariate(6.4, 1.0))
+        options: Parts = {} if (n, seed) == (2000, 3) else {"n": n, "seed": seed}
+        yield must("preempted_tokens", tokens, occupancy, **options)
+    for computed, held in ((0, 0), (69, 91_000), (295, 0), (296, 0), (1000.5, 565_248)):
+        yield must("step_seconds", roofline(computed, held), computed, held)
+    card: Parts = {"kv_per_token": 2**17, "n_params": 8e9, "flops_per_gpu": 1e15, "tp": 2}
+    for computed in (1, 10_000):  # below and beyond the ridge
+        weights = max(16e9 / (2 * 2e12), computed * 16e9 / (2 * 1e15 * 0.5))
+        derived = weights + 10**6 * 2**17 / (2 * 2e12)
+        yield must("step_seconds", derived, computed, 10**6, **card, gb_per_s=2000, mfu=0.5)
+    for few in ([(0, 1)], [(10, 4)], [(600, 100), (5, 300), (70, 0)], seq_lengths(400)):
+        # In each of its steps a sequence holds its prompt and what it has, half a token more.
+        resident = [prompt + i + 0.5 for prompt, output in few for i in range(output)]
+        yield must("resident_tokens", sum(resident) / len(resident), few)
+
+    def serving(few: Requests, *sizes: Any, **options: Any) -> Check:
+        return must("serve", scheduled(few, *sizes, **options), few, *sizes, **options)
+
+    timed: set[tuple[float, float]] = set()  # what is timed of a workload, by its derivation
+
+    def clock(tokens: float, held_tokens: float, /) -> float:
+        timed.add((tokens, held_tokens))
+        return 1.0 + tokens**2 + 3 * held_tokens
+
+    def strict_clock(tokens: float, held_tokens: float, /) -> float:
+        if (tokens, held_tokens) not in timed:
+            raise Fault(f"serve times step_seconds({tokens}, {held_tokens}), which does not count")
+        return clock(tokens, held_tokens)
+
+    yield serving([(4, 6), (4, 6)], 4, 4)
+    yield serving([(4, 6)] * 6, 6, 4)
+    yield serving([(0, 20)] * 3, 2)
+    yield serving([], 1)
+    yield serving([(0, 2)] * 300 + [(300, 3)] * 3, 340)  # more than any small limit
+    rng = random.Random(2023)
+    for _ in range(60):
+        page, pages = 1 + int(5 * rng.random()), 2 + int(12 * rng.random())
+        few = []
+        for _ in range(int(12 * rng.random())):
+            output = 1 + int(rng.random() * pages * page)
+            few.append((int(rng.random() * (pages * page - output + 1)), output))
+        limits: Parts = {
+            "watermark": (0, 0, 0.125, 0.25, 0.5)[int(5 * rng.random())],
+            "max_running": (0, 0, 1, 2, 4)[int(5 * rng.random())],
+            "max_batched_tokens": (0, 0, 1, 5, 20)[int(5 * rng.random())],
+        }
+        options = {name: limit for name, limit in limits.items() if limit}
+        timed.clear()  # so that each serving has to be graded before the next
+        served = scheduled(few, pages, page, **options, step_seconds=clock)
+        yield must("serve", served, few, pages, page, **options, step_seconds=strict_clock)
+
+
+# How a figure is shown, by the attribute that it is or the mechanism that gives it.
+FORMS = {
+    "kv_bytes_per_token": "{:,} B", "kv_bytes": "{:,} B", "kv_gib": "{:.2f} GiB",
+    "budget_share": "{:.1%}", "batch": "batch {:,}", "held_tokens": "{:,} tokens held",
+    "logical_tokens": "{:,} logical tokens", "contiguous waste": "{:.1%} wasted",
+    "waste": "{:.2%} wasted", "saved": "{:.1%} saved", "break_even": "{:.2f} GB/s",
+    "fetch_seconds": "{:.6g} s", "recompute_seconds": "{:.6g} s", "step_seconds": "{:.6g} s",
+    "resident_tokens": "{:,.1f} tokens", "expected_saving": "{:.2%}", "running": "{:.1f} running",
+    "held": "{:.1%} held", "again": "{:.1%} again", "tokens_per_s": "{:,.0f} tok/s",
+}  # fmt: skip
+
+
+class Fault(Exception):
+    """What is wrong with a mechanism, in words."""
+
+
+def missing_parameter(mine: Any, model: Any, positional: int, options: Parts) -> str:
+    """What a call needs that the lesson's mechanism takes, and a reader's own does not; or ""."""
+    code = getattr(mine, "__code__", None)
+    if code is None or hasattr(mine, "__self__"):
+        return ""
+    of_model = getattr(model, "__wrapped__", model).__code__
+    names = of_model.co_varnames[: of_model.co_argcount]
+    own = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    lacking: list[str] = []
+    if not code.co_flags & 0x04:  # no *args
+        lacking += names[code.co_argcount : positional]
+    if not code.co_flags & 0x08:  # no **kwargs
+        lacking += [option for option in options if option not in own]
+    return f"lacks {lacking[0]}: its parameters are {', '.join(names)}" if lacking else ""
+
+
+def described(value: Any) -> str:
+    """`shown`, even of a value whose repr raises what is no Exception."""
+    try:
+        return shown(value)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        return f"<a {type(value).__name__}>"
+
+
+def same(derived: Any, asked: Any, tolerance: float = 1e-9) -> bool:
+    """Whether two numbers are the same, or two pairs of them."""
+    try:
+        if isinstance(derived, tuple):
+            return len(derived) == len(asked) and all(map(same, derived, asked))
+        slack = 0.0 if isinstance(derived, int) else tolerance
+        return math.isclose(derived, asked, rel_tol=slack, abs_tol=slack / 1000)
     except (TypeError, ValueError, OverflowError):  # no number at all
         return False
 
 
-def faults(claim: Claim) -> list[str]:
-    """What is wrong with a claim, both figures each time; nothing if it passes."""
-    figure = claim.figure.format(**{name: derived for name, (derived, _) in claim.figures.items()})
-    found = [] if claim.holds else ["not true of the derived figures"]
-    if figure != claim.stated:
-        found.append(f"derived {figure}, but the lesson states {claim.stated}")
+def in_words(form: str, derived: Any, asked: Any) -> str:
+    """Both figures at the printed precision, or in full where that does not tell them apart."""
+    number = form[form.index("{") : form.index("}") + 1]
+    if isinstance(derived, bool) or not isinstance(derived, (int, float)):
+        return f"{form.replace(number, '{}').format(derived)}, yours {described(asked)}"
+    if not isinstance(asked, (int, float)) or not abs(asked) < 1e300:
+        return f"{form.format(derived)}, yours {described(asked)}"
+    if number.format(derived) == number.format(asked):
+        form, number = form.replace(number, "{!r}"), "{!r}"
+    return f"{form.format(derived)}, yours {number.format(asked)}"
+
+
+def fault_of(check: Check) -> str:
+    """What is wrong with what a mechanism gives; nothing if it is right."""
+    name, call, derived = check.mechanism, check.call, check.derived
     try:
-        for name, (derived, ask) in claim.figures.items():
-            asked = ask()
-            if not agree(derived, asked, claim.tolerance):
-                found.append(f"{name}: derived {derived}, the mechanism gives {shown(asked)}")
-    except (Exception, SystemExit) as error:  # a learner's mechanism may do anything
-        found.append(f"derived {figure}, the mechanism raises {shown(error)}")
-    return found
+        asked = check.ask()
+        figures: dict[str, tuple[Any, Any]] = {"": (derived, asked)}
+        if isinstance(derived, dict):
+            if not all(hasattr(asked, attribute) for attribute in derived):
+                kind = {"serve": "a Served", "PagePool": "a pool"}.get(name, "an Allocation")
+                wanted = f"{kind}, or anything with {', '.join(derived)}"
+                return f"{name} must return {wanted}, not {described(asked)}"
+            figures = {x: (derived[x], getattr(asked, x)) for x in derived}
+        elif isinstance(derived, list):
+            if not isinstance(asked, Iterable):
+                return f"{name} must return (prompt, output) pairs, not {described(asked)}"
+            items = list(islice(asked, len(derived) + 1))
+            if len(items) != len(derived):
+                return f"{call}: {len(derived):,} pairs, yours {len(items):,}"
+            figures = {f"[{i}]": pair for i, pair in enumerate(zip(derived, items))}
+        for which, (figure, yours) in figures.items():
+            if not same(figure, yours, check.tolerance):
+                if which.startswith("["):
+                    return f"{call}{which}: {in_words('{:,}', figure, yours)}"
+                form = f"{{:,}} {which.replace('_', ' ')}".rstrip()
+                form = FORMS.get(f"{name} {which}") or FORMS.get(which or name, form)
+                return f"{call}: {in_words(form, figure, yours)}"
+    except KeyboardInterrupt:
+        raise
+    except Fault as fault:
+        return str(fault)
+    except BaseException as error:  # a reader's mechanism may do anything
+        return f"{call} raises {described(error)}"
+    return ""
+
+
+def fault_of_claim(claim: Claim, known: dict[Any, str]) -> str:
+    """What is wrong with a claim: with its own figure, or with a mechanism's; or nothing."""
+    if not claim.holds:
+        return f"not true of the derived figures: {claim.figure}"
+    if claim.figure != claim.stated:
+        return f"derived {claim.figure}, but the lesson states {claim.stated}"
+    for check in claim.checks:
+        if check.ask not in known:  # claims may come from the same call
+            known[check.ask] = fault_of(check)
+        if known[check.ask]:
+            return known[check.ask]
+    return ""
+
+
+def failing(start: str, fault: str) -> str:
+    """A line that says FAIL, in ASCII and of at most 160 columns."""
+    line = f"  [FAIL] {start}{ascii_line(fault)}"
+    return line if len(line) <= 160 else f"{line[:157]}..."
 
 
 def verify(parts_override: Parts | None = None) -> int:
-    """Print the 14 claims, each PASS or FAIL with its figure. Returns 0 if all pass, otherwise 1.
+    """Print the 14 claims, each PASS or FAIL with its figure. Returns 0 if all is right, else 1.
 
-    Every figure is derived from scratch and compared with the stated one and with the mechanism's.
+    Every figure is derived a second time, and compared with the stated one and with what the
+    mechanisms give. A claim fails for the mechanisms that its figure comes from. Whatever else is
+    wrong with a mechanism has a line of its own, below the claims.
+
     `parts_override` puts your mechanisms in place of the lesson's, by their names in `parts()`:
-    `verify({"paged": my_paged})` grades yours. It needs the parameters without a default and those
-    that a claim turns (such as `tp`, or `copy_on_write`), and returns an Allocation or anything
-    with the attributes `batch`, `held_tokens`, `logical_tokens` and `waste`.
+    `verify({"paged": my_paged})` grades yours. Required parameters (and `page_tokens` and `tokens`)
+    are given by position, so that you may name your own; all others by keyword.
     """
     s = parts()
     if not isinstance(parts_override, (dict, type(None))):
@@ -1686,15 +2213,30 @@ def verify(parts_override: Parts | None = None) -> int:
         if name not in s:
             raise ValueError(f"parts_override must name parts of the lesson, not {shown(name)}")
     s.update(parts_override or {})
-    graded = [(claim, faults(claim)) for claim in claims(s)]
-    column = max(len(claim.statement) for claim, _ in graded)
-    for claim, found in graded:
-        verdict = "FAIL" if found else "PASS"
-        line = f"[{verdict}] B{claim.block}  {claim.statement:<{column}}   "
-        print(f"  {line}{ascii_line('; '.join(found) or claim.stated)}")
-    passed = sum(not found for _, found in graded)
-    print(f"  {passed}/{len(graded)} claims verified")
-    return 0 if passed == len(graded) else 1
+    claims: list[tuple[int, Claim, str]] = []
+    known: dict[Any, str] = {}
+    wrong: dict[str, tuple[int, str]] = {}  # mechanism: its block, and its first fault
+    for number, block_claims in enumerate(
+        (
+            claims_of_block_1, claims_of_block_2, claims_of_block_3, claims_of_block_4,
+            claims_of_block_5, claims_of_block_6,
+        ), 1,
+    ):  # fmt: skip
+        for item in block_claims(s):
+            if isinstance(item, Claim):
+                claims.append((number, item, fault_of_claim(item, known)))
+            elif item.mechanism not in wrong and (fault := fault_of(item)):
+                wrong[item.mechanism] = number, fault
+    column = max(len(claim.statement) for _, claim, _ in claims)
+    for number, claim, fault in claims:
+        start = f"B{number}  {claim.statement:<{column}}   "
+        print(failing(start, fault) if fault else f"  [PASS] {start}{claim.stated}")
+    for name, (number, fault) in wrong.items():
+        print(failing(f"B{number}  {name}: ", fault))
+    passed = sum(not fault for _, _, fault in claims)
+    others = f", {len(wrong)} mechanism{'s' * (len(wrong) > 1)} wrong" if wrong else ""
+    print(f"  {passed}/{len(claims)} claims verified{others}")
+    return 0 if passed == len(claims) and not wrong else 1
 
 
 def ascii_line(text: str) -> str:
@@ -1747,18 +2289,19 @@ F | nemotron olmo olmo2 olmoe opt orion persimmon phi phi-msft qwen | kv_heads=0
 F | stablelm_epoch xverse | kv_heads=0
 F | arctic bailing_moe bailing_moe_v2 bitnet emu3_text_model ernie4_5_moe ernie4_5_moe_vl
 F | ernie4_5_vl_moe_text exaone falcon_h1 git glm4_moe glm4v_moe_text glm4v_text glm_ocr_text
-F | phi3small qwen3_omni_moe_text stablelm
+F | chameleon hunyuan_vl_text phi3small qwen3_omni_moe_text qwen3_vl_moe_text stablelm
 F | cosmos3_edge_text ernie4_5 glm glm4 helium hy_v3 internlm3 iquestcoder | head_dim=128
-F | molmo2_text paddleocr_vl_text qwen3_vl_moe_text qwen3_vl_text seed_oss solar_open | head_dim=128
+F | molmo2_text paddleocr_vl paddleocr_vl_text qwen3_vl_text seed_oss solar_open | head_dim=128
 F | gemma step3_text | head_dim=256
 F | falcon gpt_bigcode RefinedWebModel | kv_heads=0 multi_query=true
 F | RefinedWeb | new_decoder_architecture=true
 F | mpt | kv_heads=0 | attn_config
 F | dbrx | | attn_config
-F | minicpmo minicpmv qwen2_moe qwen3_moe smollm3 | use_sliding_window=false
+F | llava llava_llama minicpmo minicpmv qwen2_moe qwen3_moe smollm3 | use_sliding_window=false
 F/- | hunyuan hunyuan_v1_dense hunyuan_v1_moe | kv_heads=0 | use_cla cla_share_factor
 W | mistral | layers=32 heads=32 kv_heads=8 hidden=4096 window=4096
-W | ministral3 mixtral phi3 phi3_v phi4_multimodal phi4mm phimoe starcoder2
+W | ministral3 | head_dim=128
+W | mixtral phi3 phi3_v phi4_multimodal phi4mm phimoe starcoder2
 W | qwen2 | layers=32 heads=32 kv_heads=32 hidden=4096 use_sliding_window=false max_window_layers=28
 W | dots_ocr mimo qwen2_5_omni_text | use_sliding_window=false max_window_layers=28
 W | qwen2_5_vl qwen2_vl | use_sliding_window=false max_window_layers=80
@@ -1772,8 +2315,8 @@ WWWF | cohere2 exaone4 exaone_moe olmo3 | window=4096
 WWWF | afmoe | head_dim=128 window=1024 | global_attn_every_n_layers
 WWWWF | gemma3n_text | head_dim=256 window=512 num_kv_shared_layers=15 | num_kv_shared_layers
 WWWWWF | gemma3 gemma3_text | layers=26 heads=8 kv_heads=4 hidden=2304 head_dim=256 window=4096
-WWWWWF | gemma4_text | head_dim=256 window=512 global_head_dim=512 | global_head_dim \
-    num_global_key_value_heads num_kv_shared_layers use_bidirectional_attention
+WWWWWF | gemma4_text gemma4_unified_text | head_dim=256 window=512 global_head_dim=512 \
+    | global_head_dim num_global_key_value_heads num_kv_shared_layers use_bidirectional_attention
 FWWW | cwm | head_dim=128 window=8192
 FWWW | granite_swa granitemoe_swa | window=128
 F/W | laguna mellum | head_dim=128
@@ -1792,13 +2335,22 @@ F | minimax_m2 | head_dim=128 | attn_type_list
 /F- | nemotron_h | head_dim=128 | hybrid_override_pattern layers_block_type
 /F- | kimi_linear | | linear_attn_config full_attn_layers kv_lora_rank
 -----F | bailing_hybrid | | layer_group_size kv_lora_rank
---W | recurrent_gemma | kv_heads=0 window=2048 | block_types
-F | axk1 deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 minicpm3 mistral4 youtu | | kv_lora_rank
-F | longcat_flash | caches_a_layer=2 | kv_lora_rank
-/FI | minimax_m3 minimax_m3_text | head_dim=128 | sparse_attention_config sparse_attention_freq
+F | axk1 glm4_moe_lite minicpm3 mistral4 youtu | | kv_lora_rank
+F | deepseek_v2 deepseek_v3 deepseek_vl_v2 kimi_k2 | kv_lora_rank=512 qk_rope_head_dim=64 \
+    | kv_lora_rank
+F | longcat_flash | caches_a_layer=2 \
+    | kv_lora_rank attention_method mla_scale_q_lora zero_expert_num
+/FI | minimax_m3 minimax_m3_text minimax_m3_vl | head_dim=128 \
+    | sparse_attention_config sparse_attention_freq
 W/F- | (none) | kv_heads=0 | full_attention_interval kv_lora_rank
 """
 
+
+# Families that publish no model_type, by their architectures.
+UNTYPED = {
+    "['LongcatFlashForCausalLM']": "longcat_flash",
+    "['LongcatFlashNgramForCausalLM']": "longcat_flash",
+}
 
 Config = Mapping[str, Any]
 
@@ -1875,7 +2427,8 @@ CHOOSING = {*BY_NUMBER, *BY_WORD, *BY_MARK, *BY_PLACE}
 WINDOWED = ("sliding_window_pattern", "max_window_layers")
 HARMLESS = {*WINDOWED, "layer_types", "no_rope_layers", "no_rope_layer_interval"}
 TELLTALES = """
-    add_cross_attention attention_chunk_size attention_other_setting attention_types block_configs
+    add_cross_attention attention_chunk_size attention_method attention_other_setting
+    attention_types block_configs mla_scale_q_lora rswa_window type_vocab_size zero_expert_num
     block_types cross_attention_layers global_attn_idx global_head_dim hybrid_layer_ids index_topk
     interleaved_sliding_window is_encoder_decoder kv_lora_rank kv_reuse_group linear_attn_config
     mamba_step mb_per_layer num_global_key_value_heads num_key_value_heads_per_layer
@@ -1902,7 +2455,9 @@ def decoder_of(config: Config) -> tuple[str, dict[str, Any]]:
 
 def family_of(config: Config) -> Family:
     """The row of a config's model_type, unless a setting tells of another architecture."""
-    kind = "(none)" if config.get("model_type") is None else config["model_type"]
+    kind = config.get("model_type")
+    if kind is None:
+        kind = UNTYPED.get(str(config.get("architectures")), "(none)")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type {shown(kind)} is not one of those known here; {WAY_OUT}")
     row = FAMILIES[kind]
@@ -1924,12 +2479,16 @@ def filled(config: Config, row: Family) -> dict[str, Any]:
             full = {**config[group], **full}
     for what, value in row.silent.items():
         names = SPELLINGS.get(what, (what,))
-        if what in ("kv_heads", "window", "attention_chunk_size"):  # where null says something
+        if what in ("kv_heads", "window", "attention_chunk_size", "kv_lora_rank"):  # null counts
             given = any(name in full for name in names)
         else:
             given = any(full.get(name) is not None for name in names)
         if not given:
             full[names[0]] = None if what == "kv_heads" and value == 0 else value
+    if "hybrid_override_pattern" in row.reads and setting(full, "layers")[1] is None:
+        listed = next((full[name] for name in BY_WORD if full.get(name)), None)
+        if isinstance(listed, (list, str)):  # Nemotron's newest name their layers and no number
+            full["num_hidden_layers"] = len(listed)
     return full
 
 
@@ -1942,6 +2501,8 @@ def told_by(config: Config, name: str, layers: int) -> str:
         n = dimension(config, name, least=int(name != "max_window_layers"))
         if name == "cla_share_factor" and not flag(config, "use_cla"):
             n = 1
+        if name == "layer_group_size" and layers % n:  # engines disagree about the rest
+            raise ValueError(f"{name} = {n} does not divide the {layers} layers")
         first = dimension(config, "attn_layer_offset", 0) if name == "attn_layer_period" else 0
         return "".join(BY_NUMBER[name](n, i - first) for i in range(layers))
     elif name in BY_PLACE and isinstance(value, list):
@@ -1984,6 +2545,13 @@ def layers_of(config: Config, row: Family) -> str:
         if not set(kept) <= {FULL, *row.layers, *row.others}:
             raise ValueError(f"{name} has layers of a kind that its model_type does not have")
     kept = told[first] if told else (row.layers * layers)[:layers]
+    if "global_head_dim" in row.reads:  # Gemma 4
+        masked = config.get("use_bidirectional_attention")
+        if masked not in (None, False, "vision") or kept[-1] != FULL:
+            raise ValueError(
+                f"use_bidirectional_attention = {shown(masked)} or a last layer with a window is"
+                f" not supported; {WAY_OUT}"
+            )
     if config.get("num_kv_shared_layers"):  # the last ones read the KV of others
         kept = kept[: -whole("num_kv_shared_layers", config["num_kv_shared_layers"], 1, layers - 1)]
     return kept if slides else kept.replace(WINDOW, FULL)
@@ -2026,6 +2594,8 @@ def values_of(config: Config, row: Family, kind: str, tp: int) -> int:
     if kind == NOTHING:
         return 0
     unused = row is FAMILIES["(none)"] and config.get("kv_lora_rank") is None
+    if row is FAMILIES["(none)"] and not unused and config.get("num_hidden_layers") is None:
+        raise ValueError("config lacks model_type: with num_layers, a layer may keep two latents")
     if "kv_lora_rank" in row.reads and config.get("use_mla") is not False and not unused:
         latent = dimension(config, "kv_lora_rank") + dimension(config, "qk_rope_head_dim")
         return latent * int(row.silent.get("caches_a_layer", 1))
@@ -2035,6 +2605,11 @@ def values_of(config: Config, row: Family, kind: str, tp: int) -> int:
         head_dim = dimension(config, "global_head_dim")
         if flag(config, "attention_k_eq_v") and config.get("num_global_key_value_heads"):
             kv_heads = dimension(config, "num_global_key_value_heads")
+    other = config.get("attention_other_setting")  # of Step's layers with a window
+    if isinstance(other, Mapping) and setting(other, "kv_heads")[1] not in (None, kv_heads):
+        raise ValueError("attention_other_setting has another number of KV heads")
+    if isinstance(other, Mapping) and setting(other, "head_dim")[1] not in (None, head_dim):
+        raise ValueError("attention_other_setting has another head_dim")
     if config.get("v_head_dim") not in (None, 0, head_dim):
         raise ValueError(f"v_head_dim = {shown(config['v_head_dim'])} is not the {head_dim} of K")
     if kv_heads % tp and tp % kv_heads:
@@ -2049,7 +2624,7 @@ def value_bytes(config: Config) -> int:
     Engines run float32 models, and those that name no dtype, in 16 bits.
     """
     name, dtype = setting(config, "dtype")
-    if dtype is None:
+    if dtype in (None, "auto"):
         return 2
     text = dtype if isinstance(dtype, str) else ""
     bits = re.fullmatch(r"(torch\.)?b?f(loat|p)?(8(?=\Z|_)|16\Z|32\Z|64\Z)(_\w+)?", text)
@@ -2149,89 +2724,120 @@ class Question(NamedTuple):
     answer: float
     units: dict[str, float]  # what a guess may be in, and how much of the answer's unit that is
     printed: str  # the answer as the lesson prints it
+    learned: str  # what it comes to, in a few words
     text: str
+    why: dict[float, str]  # well-known wrong answers, and what is wrong with them
 
 
 SIZES = {"": 1, "b": 1, "byte": 1, "bytes": 1, "k": 2**10, "kb": 1e3, "kib": 2**10}
 SIZES.update({"m": 2**20, "mb": 1e6, "mib": 2**20, "gb": 1e9, "gib": 2**30})
-SHARES = {"": 1, "%": 0.01, "percent": 0.01}
-FACTORS = {"": 1, "x": 1, "times": 1, "%": 0.01}
-RATES = {
-    "": 1,
-    "gb/s": 1,
-    "gb": 1,
-    "gib/s": 2**30 / 1e9,
-    "mb/s": 1e-3,
-    "tb/s": 1e3,
-    "gbit/s": 1 / 8,
-}
+SHARES = {"": 1, "%": 0.01, "percent": 0.01, "pct": 0.01, "points": 0.01}
+FACTORS = {"": 1, "x": 1, "times": 1, "fold": 1, "%": 0.01}
+RATES = {"": 1, "gb/s": 1, "gb": 1, "gib/s": 2**30 / 1e9, "mb/s": 1e-3, "tb/s": 1e3}
+RATES["gbit/s"] = 1 / 8
 DEPENDS = "And does it, so counted, depend on the length of the prefix? (yes or no)"
 
 
 def questions(s: Parts) -> list[Question]:
     """The six predictions, answered by the mechanisms in `s`."""
     requests = s["seq_lengths"](4000)
-    per_token = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
+    token = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
     share = s["budget_share"](s["kv_gib"](131_072))
     reserved, in_pages = s["contiguous"](requests, 8192), s["paged"](requests, 16)
     factor = in_pages.batch / reserved.batch
-    behind_4k = s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1)
+    saved = s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1).saved
     bar = s["break_even"]()
-    mean = sum(map(sum, requests)) / len(requests)
-    own = behind_4k.logical_tokens / behind_4k.batch - 4096
+    vectors = "That is one vector for each head; K and V are both kept."
     return [
         Question(
-            1, per_token, SIZES, f"{per_token:,} B = {per_token // 1024} KiB",
+            1, token, SIZES, f"{token:,} B = {token // 1024} KiB",
+            f"a token holds {token // 1024} KiB",
             f"""How many bytes of KV does one token of a 70B model hold? ({LAYERS} layers,
-            {KV_HEADS} KV heads of {HEAD_DIM}, fp16)""",
+            {Q_HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM}, fp16)""",
+            {
+                token / 2: vectors, token * 2: "A value in fp16 takes 2 bytes.",
+                token * Q_HEADS / KV_HEADS: "That counts query heads; only KV heads keep anything.",
+                token / LAYERS: "That is one layer of it.",
+            },
         ),
         Question(
-            1, share, SHARES, f"{share:.1%}",
+            1, share, SHARES, f"{share:.1%}", f"128k tokens fill {share:.1%} of the replica",
             f"""What share of a 4 x H100 replica's KV budget ({KV_BUDGET_GIB} GiB) does one request
             of 128k tokens hold?""",
+            {share / 2: vectors},
         ),
         Question(
             2, reserved.waste, SHARES, f"{reserved.waste:.1%}",
-            f"""If every sequence reserves 8,192 tokens, what percentage of the budget is never
-            used? (A sequence is {mean:,.0f} tokens long on average, prompt and output.)""",
+            f"8k reservations waste {reserved.waste:.1%}",
+            """Chat: prompts and answers of any length, most of them short. If every sequence
+            reserves 8,192 tokens, what percentage of the budget is never used? (Just guess.)""",
+            {1 - reserved.waste: "That is what is used."},
         ),
         Question(
             3, factor, FACTORS, f"{factor:.1f}x ({reserved.batch} -> {in_pages.batch})",
+            f"pages hold {factor:.1f}x the batch",
             """By what factor is the batch larger with 16-token pages than with those
             reservations?""",
+            {},
         ),
         Question(
-            4, behind_4k.saved, SHARES, f"{behind_4k.saved:.1%}",
-            f"""64 requests share a 4,096-token prefix, and each has {own:.0f} tokens of its own on
-            average. What share of their KV disappears when the prefix is stored once?""",
+            4, saved, SHARES, f"{saved:.1%}", f"sharing a 4k prefix saves {saved:.1%}",
+            """64 chats share a 4,096-token prefix, and each adds a prompt and an answer of its own.
+            What share of their KV disappears when the prefix is stored once?""",
+            {63 / 64: "That is of the prefixes alone.", 1 - saved: "That is what stays."},
         ),
         Question(
-            5, bar, RATES, f"{bar:.2f} GB/s",
+            5, bar, RATES, f"{bar:.2f} GB/s", f"a tier below {bar:.2f} GB/s loses to recomputing",
             f"""Above how many GB/s is it faster to load a prefix's KV than to recompute it, on 4
             GPUs of {DENSE_FLOPS_PER_GPU / 1e12} TFLOP/s at 2 FLOP per parameter and token?""",
+            {
+                bar / 4: "That is for one GPU; four recompute four times as fast.",
+                bar * 2: "That counts one FLOP per parameter and token.", bar / 2: vectors,
+                bar * 8: "That is in Gbit/s.",
+            },
         ),
     ]  # fmt: skip
 
 
+WORDS = {  # of numbers, which people may type
+    "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7",
+    "eight": "8", "nine": "9", "ten": "10", "half": "/2", "third": "/3", "thirds": "/3",
+    "quarter": "/4", "quarters": "/4", "fifth": "/5", "fifths": "/5", "tenth": "/10",
+}  # fmt: skip
 NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?"
-GUESS = re.compile(  # not the 4 of "TP4", but the 6 of "x6"; a product or quotient; a unit
-    rf"(?<![a-wyz0-9.])({NUMBER}(?:\s*[*/]\s*{NUMBER})*)\s*(%|[a-z]+(?:/s)?)?"
+TERM = rf"{NUMBER}(?:\s*[*/]\s*{NUMBER})*"
+GUESS = re.compile(  # not the 4 of "TP4", but the 6 of "x6"; perhaps a range; a unit
+    rf"(?<![a-wyz0-9.])({TERM})(?:\s*[x%]?\s*(?:-|to)\s*({TERM}))?[\s-]*(%|[a-z]+(?:/s)?)?"
 )
 
 
+def in_digits(typed: str) -> str:
+    """`typed` in lower case and in digits: "a quarter" is 1/4, and 80 x 8 is 80*8."""
+    text = re.sub(r"(?<=[kMGT])b(?=ps|/s)", "bit", typed).lower().replace("ps", "/s")
+    text = re.sub(r"(?<=\d)[,_ ](?=\d{3}(?!\d))", "", text).replace(",", ".").replace("\u2013", "-")
+    text = re.sub(r"[a-z]+", lambda word: WORDS.get(word[0], word[0]), text)
+    text = re.sub(r"(?<![\d ])\s*/(?=\d)|^\s*/(?=\d)", " 1/", text)
+    text = re.sub(r"(?<=\d)\s*[x\u00d7]\s*(?=[\d.])", "*", text)
+    return re.sub(r"[. ]*\b(?:yes|no)\b", "", text.rpartition("=")[2])
+
+
+def value_of(term: str) -> float:
+    """What a product or quotient comes to; nan for a division by zero."""
+    value = 1.0
+    for sign, factor in re.findall(rf"([*/]?)\s*({NUMBER})", term):
+        value = value / (float(factor) or math.nan) if sign == "/" else value * float(factor)
+    return value
+
+
 def guess_of(typed: str, question: Question) -> float | None:
-    """The guess in the unit of the answer; None if that is not one number with a known unit."""
-    bits = re.sub(r"(?<=[kMGT])b(?=ps|/s)", "bit", typed).lower().replace("ps", "/s")
-    plain = re.sub(r"(?<=\d)[,_ ](?=\d{3}(?!\d))", "", bits).replace(",", ".")
-    plain = re.sub(r"[. ]*\b(?:yes|no)\b", "", plain)
+    """The guess in the unit of the answer, of a range its middle; None if it cannot be read."""
+    plain = in_digits(typed)
     found = GUESS.search(plain)
     if not found or set(plain[: found.start()]) & {"-", "\u2212"}:
         return None
     if re.search(r"\W\d", plain[found.end() :]):
         return None
-    guess, unit = 1.0, found[2] or ""
-    for operator_, factor in re.findall(rf"([*/]?)\s*({NUMBER})", found[1]):
-        guess = guess / (float(factor) or math.nan) if operator_ == "/" else guess * float(factor)
+    guess, unit = (value_of(found[1]) + value_of(found[2] or found[1])) / 2, found[3] or ""
     if question.units is SHARES and not unit and guess >= 1:
         unit = "%"
     if unit not in question.units or not math.isfinite(guess):
@@ -2239,27 +2845,36 @@ def guess_of(typed: str, question: Question) -> float | None:
     return guess * question.units[unit]
 
 
-def miss(guess: float, answer: float) -> float:
-    """By what factor a guess is off: 1.0 is exact."""
-    return max(guess / answer, answer / guess) if guess > 0 else math.inf
+def miss(guess: float, question: Question) -> float:
+    """How far off a guess is: 1 is twice or half of the answer, or 35 points of a share."""
+    if question.units is SHARES:
+        return abs(guess - question.answer) / 0.35
+    return abs(math.log2(guess / question.answer)) if guess > 0 else math.inf
 
 
-def spot_on(factor: float) -> bool:
-    """Whether a guess that is off by this factor needs no reading."""
-    return factor < 1.05
+def spot_on(off: float) -> bool:
+    """Whether a guess that is so far off needs no reading: up to 1.05x, or 2.5 points."""
+    return off < 0.071
 
 
-def remark(guess: float, answer: float) -> str:
-    """How far off a guess is, as a sentence."""
-    factor = miss(guess, answer)
-    if spot_on(factor):
-        return f"Spot on ({factor:.2f}x)."
-    size = f"{factor:,.2f}x" if factor < 1e6 else "more than a million times"
-    return f"You are {size} too {'high' if guess > answer else 'low'}."
+def remark(guess: float, question: Question) -> str:
+    """How far off a guess is, as a sentence, and what is wrong with it where that is known."""
+    answer, off = question.answer, miss(guess, question)
+    if question.units is SHARES:
+        size = f"{off * 35:.1f} points" if off < 1e6 else "more than a million points"
+    else:
+        size = f"{2**off:,.2f}x" if off < 20 else "more than a million times"
+    if spot_on(off):
+        return f"Spot on ({size})."
+    known = (why for x, why in question.why.items() if math.isclose(guess, x, rel_tol=0.02))
+    return f"You are {size} too {'high' if guess > answer else 'low'}. {next(known, '')}".rstrip()
 
 
-def ask(text: str, first: str) -> str:
-    """Print a question and return the line typed in answer; EOFError at the end of input."""
+def ask(text: str, first: str, read: Callable[[str], Any], again: bool = True) -> tuple[str, Any]:
+    """Print a question; return the line that is typed, and what `read` makes of it.
+
+    A line that cannot be read is asked for once more. The end of the input is an EOFError.
+    """
     print(wrapped(text, first))
     print("     your guess: ", end="", flush=True)
     try:
@@ -2270,7 +2885,10 @@ def ask(text: str, first: str) -> str:
         raise EOFError
     if not sys.stdin.isatty():
         print(ascii_line(typed))
-    return typed
+    passes = not typed.strip() or re.search(r"\?|idea|know|sure", typed)
+    if again and read(typed) is None and not passes:
+        return ask("I cannot read that. Once more, or nothing to skip it:", "     ", read, False)
+    return typed, read(typed)
 
 
 def no_or_yes(typed: str) -> bool | None:
@@ -2288,24 +2906,29 @@ def predict(s: Parts) -> int:
     print("  Six predictions, before you read. Type a guess, or nothing to skip one.\n")
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a stray byte is no reason to stop
-    misses: list[tuple[float, int, int]] = []  # (factor, question, block)
+    misses: list[tuple[float, int, int]] = []  # (miss, question, block)
+    learned: list[str] = []
     status = 0
     try:
         for i, question in enumerate(questions(s), 1):
-            typed = ask(question.text, f"  {i}. ")
-            guess = guess_of(typed, question)
+            typed, guess = ask(question.text, f"  {i}. ", partial(guess_of, question=question))
             if guess is not None:
-                misses.append((miss(guess, question.answer), i, question.block))
-                verdict = remark(guess, question.answer)
+                misses.append((miss(guess, question), i, question.block))
+                verdict = remark(guess, question)
             else:
-                verdict = "No guess." if not typed.strip() else "I cannot read that as a guess."
-            print(f"     It is {question.printed}. {verdict}\n")
+                verdict = "I cannot read that as a guess." if typed.strip() else "No guess."
+            print(wrapped(f"It is {question.printed}. {verdict}", "     "), end="\n\n")
+            if guess is None or not spot_on(misses[-1][0]):
+                learned.append(question.learned)
         # The second half of the last question, which may be answered along with the first.
         said = no_or_yes(typed) if guess is not None else None
         if said is None:
-            said = no_or_yes(ask(DEPENDS, "     "))
+            _, said = ask(DEPENDS, "     ", no_or_yes)
         bars = [s["break_even"](attention=counted, prefix=131_072) for counted in (False, True)]
-        verdict = {None: "", True: " You said yes.", False: " You said so."}[said]
+        verdict = {
+            None: "", False: " You said so.",
+            True: " You said yes; but both times grow with the length, so it cancels.",
+        }[said]  # fmt: skip
         print(
             wrapped(
                 f"""No: at 2 FLOP per parameter and token it is {bars[0]:.2f} GB/s at 131,072 tokens
@@ -2326,6 +2949,8 @@ def predict(s: Parts) -> int:
     else:
         _, i, explained = max(misses, key=lambda missed: missed[0])
         print(f"  Your worst miss is question {i}: read --block {explained} first.")
+    if learned:
+        print(wrapped(f"Learned: {'; '.join(learned)}."))
     return status
 
 
@@ -2451,8 +3076,8 @@ ALLOWED: dict[str, Callable[[str, Any], Any]] = {
     "kv_per_token": some, "reserve": some, "page_tokens": some, "pages": some, "tp": some,
     "tokens": whole, "prefix": whole, "requests": pairs, "config": mapping,
     "n": partial(whole, most=10**8), "seed": partial(whole, least=-(10**18)),
-    "gib": anything, "budget_gib": partial(number, most=1e9), "gb_per_s": number,
-    "n_params": number, "flops_per_gpu": number, "mfu": partial(number, most=1),
+    "gib": anything, "private": anything, "budget_gib": partial(number, most=1e9),
+    "gb_per_s": number, "n_params": number, "flops_per_gpu": number, "mfu": partial(number, most=1),
     "attention": truth, "copy_on_write": truth,
     "occupancy": partial(number, least=0, most=1), "watermark": share_below_one,
     "max_running": partial(optional, rule=some), "step_seconds": function,
@@ -2486,8 +3111,8 @@ def as_is(name: str, value: Any) -> Any:
 
 for bare in (
     seq_lengths, kv_bytes_per_token, kv_gib, budget_share, kv_bytes, budget_tokens, contiguous,
-    paged, prefixed_lengths, shared_prefix, fetch_seconds, recompute_seconds, break_even,
-    shortest_fetch, preempted_tokens, step_seconds, resident_tokens, serve,
+    paged, prefixed_lengths, shared_prefix, expected_saving, fetch_seconds, recompute_seconds,
+    break_even, shortest_fetch, preempted_tokens, step_seconds, resident_tokens, serve,
 ):  # fmt: skip
     globals()[bare.__name__] = guarded(bare)
 
