@@ -998,7 +998,7 @@ def serve(
     watermark: float = 0.0,
     max_running: int | None = None,
     max_batched_tokens: int | None = None,
-    step_seconds: Callable[[int, int], float] = step_seconds,
+    step_seconds: Callable[[float, float], float] = step_seconds,
 ) -> Served:
     """Serve all requests on one replica with `pages` pages of KV, and count what it took.
 
@@ -1022,7 +1022,7 @@ def serve(
     """
     waiting = deque(servable(requests, pages, page_tokens))  # (prompt, output, done before)
     kept_free = int(watermark * pages)
-    most_running, most_tokens = max_running or 10**18, max_batched_tokens or 10**18
+    most_running, most_tokens = max_running or math.inf, max_batched_tokens or math.inf
     # What preempts is the number of pages, so they are counted here and not named (a PagePool gives
     # the same, tens of times as slowly). Running sequences by number of admission, the newest last:
     # (prompt, output, offset). At the end of step n one is offset + n tokens long, so it fills a
@@ -1030,9 +1030,11 @@ def serve(
     running: dict[int, tuple[int, int, int]] = {}
     growing: defaultdict[int, dict[int, None]] = defaultdict(dict)
     finishing: defaultdict[int, list[int]] = defaultdict(list)  # by step; may be preempted by then
-    step = held = peak_pages = admitted = entered = owed = 0
+    step = held = peak_pages = admitted = entered = 0
+    owed: float = 0  # prefill that is admitted and not computed
     generated = prefilled = reprefilled = preempted = 0
-    half, steady = len(waiting) / 2, []
+    half = len(waiting) / 2
+    steady: list[tuple[float, ...]] = []
 
     def leave(sequence: int, offset: int) -> None:
         nonlocal held
@@ -1098,10 +1100,10 @@ def serve(
 
 
 def steady_state(
-    steps: list[tuple[int, int, int, int, int]],
+    steps: list[tuple[float, ...]],
     pages: int,
     page_tokens: int,
-    step_seconds: Callable[[int, int], float],
+    step_seconds: Callable[[float, float], float],
 ) -> tuple[float, float, float, float]:
     """The last four figures of Served, from (running, prefill, held, new, again) of each step."""
     if not steps:
@@ -1819,7 +1821,7 @@ def claims_of_block_4(s: Parts) -> Iterator[Claim | Check]:
     stored, alone = 4096 + sum(private), 64 * 4096 + sum(private)
     saved = 1 - stored / alone
     derived = {"batch": 64, "held_tokens": stored, "logical_tokens": alone, "saved": saved}
-    call = "shared_prefix(prefixed_lengths(64, 4096), 4096, 1)"
+    call = "shared_prefix(64 requests, 4096, 1)"
     yield Claim(
         "a 4k prefix shared by 64 requests is ~89% of the KV",
         "89.0% saved by storing it once", f"{saved:.1%} saved by storing it once",
