@@ -24,7 +24,7 @@ Read it from top to bottom (a page is what vLLM calls a block, its size the bloc
     3 Paged allocation       PagePool: allocate, append (with copy-on-write), fork, release; paged
     4 Sharing a prefix       shared_prefix: fork, then append; expected_saving
     5 Fetch or recompute     break_even, from flop_per_token
-    6 Preemption             serve: admit, generate, finish, grow or preempt; step_seconds
+    6 Preemption             serve: admit, generate, finish, grow or preempt the newest
     assembly and parts       the blocks wired together; every mechanism by name, for a REPL
 
 There the lesson ends. What follows holds it to its word, and to yours:
@@ -436,7 +436,7 @@ class PagePool:
     """
 
     def __init__(self, pages: int, page_tokens: int = 16) -> None:
-        self.pages = whole("pages", pages, least=1)
+        self.pages = whole("pages", pages, least=1, most=2**63)
         self.page_tokens = whole("page_tokens", page_tokens, least=1)
         self.free = self.pages
         # A page that was never used joins the free list when it is needed, so that a pool of any
@@ -457,7 +457,7 @@ class PagePool:
 
     def allocate(self, tokens: int) -> Sequence:
         """A new sequence of `tokens` tokens, on pages of its own; or OutOfPages."""
-        if tokens.__class__ is not int or tokens < 0:
+        if tokens.__class__ is not int or not 0 <= tokens <= 10**18:
             tokens = whole("tokens", tokens)
         return Sequence(self, self._take(pages_for(tokens, self.page_tokens)), tokens)
 
@@ -468,7 +468,7 @@ class PagePool:
         is copied first, and the copy is written: copy-on-write. (Only tables and counts are kept
         here; an engine copies the page's K and V too.)
         """
-        if n.__class__ is not int or n < 0:
+        if n.__class__ is not int or not 0 <= n <= 10**18:
             n = whole("n", n)
         if getattr(sequence, "pool", None) is not self:
             self._refuse(sequence)
@@ -515,13 +515,18 @@ class PagePool:
         missing = n - len(self._free_list)
         if missing > 0:
             used = len(self._ref_counts)
-            self._free_list[:0] = range(used, used + missing)
+            longer = [*range(used, used + missing), *self._free_list]
             self._ref_counts += [1] * missing
+            self._free_list = longer
         kept = len(self._free_list) - n
         taken = self._free_list[kept:]
         del self._free_list[kept:]
         self.free -= n
         return taken
+
+    def __reduce__(self) -> NoReturn:
+        # A copy would hold pages of sequences that belong to this one.
+        raise TypeError("pool cannot be copied")
 
     def _refuse(self, sequence: Any) -> NoReturn:
         """Say why `sequence` is none of this pool's."""
@@ -1111,7 +1116,7 @@ def steady_state(
     seconds = 0.0
     for running, prefill, held, _, _ in steps:
         took = step_seconds(running + prefill, held * page_tokens)
-        if not (took.__class__ is float and 0 < took < math.inf):
+        if took.__class__ is not float or not 1e-30 <= took <= 1e30:
             took = number("what step_seconds returns", took)
         seconds += took
     running, _, held, new, again = map(sum, zip(*steps))
@@ -2149,6 +2154,8 @@ def fault_of(check: Check) -> str:
         asked = check.ask()
         figures: dict[str, tuple[Any, Any]] = {"": (derived, asked)}
         if isinstance(derived, dict):
+            if not hasattr(asked, "saved"):  # which an allocation of a reader's own need not have
+                derived = {x: figure for x, figure in derived.items() if x != "saved"}
             if not all(hasattr(asked, attribute) for attribute in derived):
                 kind = {"serve": "a Served", "PagePool": "a pool"}.get(name, "an Allocation")
                 wanted = f"{kind}, or anything with {', '.join(derived)}"
@@ -2171,7 +2178,7 @@ def fault_of(check: Check) -> str:
     except KeyboardInterrupt:
         raise
     except Fault as fault:
-        return str(fault)
+        return str(fault) or f"{call} raises Fault"
     except BaseException as error:  # a reader's mechanism may do anything
         return f"{call} raises {described(error)}"
     return ""
@@ -2234,7 +2241,7 @@ def verify(parts_override: Parts | None = None) -> int:
         start = f"B{number}  {claim.statement:<{column}}   "
         print(failing(start, fault) if fault else f"  [PASS] {start}{claim.stated}")
     for name, (number, fault) in wrong.items():
-        print(failing(f"B{number}  {name}: ", fault))
+        print(failing(f"B{number}  {name}: ", fault.removeprefix(f"{name} ")))
     passed = sum(not fault for _, _, fault in claims)
     others = f", {len(wrong)} mechanism{'s' * (len(wrong) > 1)} wrong" if wrong else ""
     print(f"  {passed}/{len(claims)} claims verified{others}")
@@ -2442,7 +2449,7 @@ TELLTALES = """
 def decoder_of(config: Config) -> tuple[str, dict[str, Any]]:
     """The part of a config that is about the decoder, after where it stands ("": outside)."""
     where, part = "", dict(config)
-    while not flag(part, "is_encoder_decoder"):
+    while not flag(part, "is_encoder_decoder") and where.count(".") < 9:
         name = next((name for name in DECODERS if part.get(name) is not None), "")
         if not name:
             return where, part
@@ -2452,7 +2459,8 @@ def decoder_of(config: Config) -> tuple[str, dict[str, Any]]:
         part.setdefault("model_type", outer.get("model_type"))
         if setting(part, "dtype")[1] is None:
             part["torch_dtype"] = setting(outer, "dtype")[1]
-    raise ValueError(f"config has is_encoder_decoder: its architecture is not supported; {WAY_OUT}")
+    what = "is_encoder_decoder" if part.get("is_encoder_decoder") else where
+    raise ValueError(f"config has {what}: its architecture is not supported; {WAY_OUT}")
 
 
 def family_of(config: Config) -> Family:
@@ -2510,12 +2518,13 @@ def told_by(config: Config, name: str, layers: int) -> str:
     elif name in BY_PLACE and isinstance(value, list):
         full = {whole(f"a layer in {name}", i, 0, layers) - BY_PLACE[name] for i in value}
         return "".join(FULL if i in full else NOTHING for i in range(layers))
-    extra = config.get("num_nextn_predict_layers")  # layers for speculative decoding
+    extra = config.get("num_nextn_predict_layers") or 0  # layers for speculative decoding
+    whole("num_nextn_predict_layers", extra)
     if not isinstance(value, (list, str)) or len(value) - layers not in (0, extra):
         raise ValueError(f"{name} must list {layers} layers, not {shown(value)}")
     kinds: dict[Any, str] = {1: BY_MARK[name], 0: FULL} if name in BY_MARK else KINDS
     for kind in value:
-        if not isinstance(kind, (str, int)) or kind not in kinds:
+        if not isinstance(kind, (str, int)) or isinstance(kind, bool) or kind not in kinds:
             raise ValueError(f"{name} has {shown(kind)}, which is not supported")
     return "".join(kinds[kind] for kind in value[:layers])
 
@@ -2673,6 +2682,9 @@ def kv_bytes(config: Config, tokens: int = 1, dtype_bytes: float | None = None, 
         raise type(error)(f"in {where}: {error}" if where else str(error)) from None
 
 
+LARGEST = 2**24  # bytes of a config.json; real ones have thousands
+
+
 def model_table(path: str, budget_gib: float | None, s: Parts) -> None:
     """Print the bytes of a token and of sequences for the config.json at `path`, or UsageError.
 
@@ -2680,10 +2692,13 @@ def model_table(path: str, budget_gib: float | None, s: Parts) -> None:
     """
     try:
         if path == "-":
-            text = getattr(sys.stdin, "buffer", sys.stdin).read() if sys.stdin else b""
+            stdin = getattr(sys.stdin, "buffer", sys.stdin)
+            text = stdin.read(LARGEST + 1) if stdin else b""
         else:
             with open(path, "rb") as file:
-                text = file.read()
+                text = file.read(LARGEST + 1)
+        if len(text) > LARGEST:
+            raise MemoryError
         config = json.loads(text)
         per_token = s["kv_bytes"](config)
         sizes = {context: s["kv_bytes"](config, context) for context in CONTEXTS}
@@ -2691,23 +2706,27 @@ def model_table(path: str, budget_gib: float | None, s: Parts) -> None:
         raise UsageError(f"--model {path}: {error.strerror}") from None
     except (MemoryError, RecursionError):
         raise UsageError(f"--model {path}: too large or nested too deeply") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--model {path}: not JSON: {error}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"--model {path}: not JSON: no text in UTF-8, UTF-16 or UTF-32") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno} column {error.colno}"
+        raise UsageError(f"--model {path}: not JSON: wrong at {where}") from None
     except (TypeError, ValueError) as error:
         raise UsageError(f"--model {path}: {error}") from None
     print(f"  {ascii_line(path)}")
     print(f"  = {per_token:,} B/token = {per_token / 1024:,.10g} KiB per token\n")
-    share = f"{f'% of {budget_gib:g} GiB':>18}   sequences" if budget_gib else ""
+    budget = int(budget_gib * GIB) if budget_gib and per_token else 0
+    share = f"{f'% of {budget_gib:g} GiB':>18}   sequences" if budget else ""
     print(f"     context   KV per sequence{share}")
     for context, size in sizes.items():
-        line = f"{context:>12,}{size / GIB:>14.3f} GiB"
-        if budget_gib:
-            line += f"{size / GIB / budget_gib:>18.1%}{int(budget_gib * GIB) // size:>12,}"
-        print(line)
+        fits = f"{size / budget:>18.1%}{budget // size:>12,}" if budget else ""
+        print(f"{context:>12,}{size / GIB:>14.3f} GiB{fits}")
+    if not per_token:
+        say("No layer of it keeps KV.")
     if sizes[CONTEXTS[-1]] < CONTEXTS[-1] * per_token:
         say("Layers with a window or a chunk stop growing there, so later tokens cost less.")
-    if budget_gib:
-        pages = s["budget_tokens"](budget_gib, per_token) // 16
+    if budget:
+        pages = budget // per_token // 16
         say(f"{budget_gib:g} GiB are {pages:,} pages of 16 tokens that every layer keeps.")
     say(
         """One copy of the KV, in GiB of 2^30 bytes, at the width that the dtype names; where it
@@ -2851,7 +2870,7 @@ def miss(guess: float, question: Question) -> float:
     """How far off a guess is: 1 is twice or half of the answer, or 35 points of a share."""
     if question.units is SHARES:
         return abs(guess - question.answer) / 0.35
-    return abs(math.log2(guess / question.answer)) if guess > 0 else math.inf
+    return abs(math.log2(guess) - math.log2(question.answer)) if guess > 0 else math.inf
 
 
 def spot_on(off: float) -> bool:
@@ -2885,6 +2904,7 @@ def ask(text: str, first: str, read: Callable[[str], Any], again: bool = True) -
         typed = ""
     if not typed:
         raise EOFError
+    typed = " ".join(typed.split())[:200] + "\n"  # no guess is longer, and reading it would be
     if not sys.stdin.isatty():
         print(ascii_line(typed))
     passes = not typed.strip() or re.search(r"\?|idea|know|sure", typed)
@@ -2984,9 +3004,14 @@ def converted(name: str, value: Any, kind: str, convert: Callable[[Any], Any], *
     return result
 
 
+def as_int(value: Any) -> int:
+    """What stands for a whole number, as a plain int and nothing derived from it."""
+    return int(operator.index(value))
+
+
 def whole(name: str, value: Any, least: int = 0, most: int = 10**18) -> int:
     """`value` as an int in [least, most]; TypeError or ValueError if it is none."""
-    integer: int = converted(name, value, "whole number", operator.index, least, most)
+    integer: int = converted(name, value, "whole number", as_int, least, most)
     return integer
 
 
@@ -3024,15 +3049,17 @@ def optional(name: str, value: Any, rule: Callable[[str, Any], Any]) -> Any:
 
 def pairs(name: str, requests: Any) -> Iterator[tuple[int, int]]:
     """The requests, each checked when its turn comes: any iterable of pairs is a workload."""
-    if not isinstance(requests, Iterable):
-        raise TypeError(f"{name} must be (prompt, output) pairs, not {shown(requests)}")
-    return map(pair, count(), requests)
+    try:
+        return map(pair, count(), requests)
+    except TypeError:
+        message = f"{name} must be (prompt, output) pairs, not {shown(requests)}"
+        raise TypeError(message) from None
 
 
 def pair(i: int, request: Any) -> tuple[int, int]:
     """Request number `i`, if it is a pair of whole numbers of tokens."""
     try:
-        if isinstance(request, (str, bytes, set, frozenset, dict)):
+        if isinstance(request, (str, bytes, bytearray, set, frozenset, dict)):
             raise TypeError
         prompt, output = request
     except (TypeError, ValueError):
@@ -3165,7 +3192,7 @@ def gib(text: str) -> float:
     except ValueError:
         size = math.nan
     if not 1e-6 <= size <= 1e9:
-        raise argparse.ArgumentTypeError(f"{text!a} is not a number of GiB above 0")
+        raise argparse.ArgumentTypeError(f"{text!a} is not a number of GiB from 1e-6 to 1e9")
     return size
 
 

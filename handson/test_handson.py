@@ -13,6 +13,7 @@ import contextlib
 import copy
 import csv
 import doctest
+import enum
 import functools
 import glob
 import importlib.util
@@ -1430,6 +1431,26 @@ class WrongArguments(unittest.TestCase):
             with self.assertRaises(lesson.OutOfPages):
                 allocator(workload())
 
+    def test_a_pool_is_not_copied_and_its_numbers_are_plain(self):
+        class Two(enum.IntEnum):
+            PAGES = 2
+
+        pool = lesson.PagePool(Two.PAGES)
+        self.assertIs(type(pool.pages), int)
+        for copier in (copy.copy, copy.deepcopy):
+            with self.assertRaisesRegex(TypeError, "pool cannot be copied"):
+                copier(pool)
+        with self.assertRaisesRegex(ValueError, "n must be from 0 to"):
+            pool.append(pool.allocate(1), 10**5000)
+        with self.assertRaisesRegex(ValueError, "tokens must be from 0 to"):
+            pool.allocate(10**5000)
+
+    def test_a_config_that_contains_itself(self):
+        config = {"model_type": "llama"}
+        config["text_config"] = config
+        with self.assertRaisesRegex(ValueError, "its architecture is not supported"):
+            lesson.kv_bytes(config)
+
     def test_a_sequence_is_forked_and_not_copied(self):
         pool = lesson.PagePool(8, 16)
         sequence = pool.allocate(40)
@@ -2052,11 +2073,11 @@ class VerifyBites(unittest.TestCase):
         for rubbish in (None, (417, 0.54), "batch"):
             self.assertEqual(
                 self.fault("paged", lambda *args, rubbish=rubbish, **card: rubbish),
-                f"paged must return {wanted}, not {rubbish!r}",
+                f"must return {wanted}, not {rubbish!r}",
             )
         self.assertEqual(
             self.fault("seq_lengths", lambda n, seed=5: n),
-            "seq_lengths must return (prompt, output) pairs, not 9",
+            "must return (prompt, output) pairs, not 9",
         )
 
     def test_a_missing_parameter_is_named(self):
@@ -2072,11 +2093,10 @@ class VerifyBites(unittest.TestCase):
         }
         _, others = self.graded({name: mine for name, (mine, _) in lacking.items()})
         for name, (_, missing) in lacking.items():
-            self.assertTrue(others[name].startswith(f"{name} lacks {missing}: its parameters are "))
+            self.assertTrue(others[name].startswith(f"lacks {missing}: its parameters are "))
         self.assertEqual(
             others["paged"],
-            "paged lacks budget_gib: its parameters are requests, page_tokens, budget_gib,"
-            " kv_per_token",
+            "lacks budget_gib: its parameters are requests, page_tokens, budget_gib, kv_per_token",
         )
         failing, others = self.graded({"paged": lambda requests: own_paged(requests)})
         self.assertTrue(failing[4].startswith("paged lacks page_tokens: its parameters are "))
@@ -2507,7 +2527,8 @@ class TheLesson(unittest.TestCase):
 # README.md is checked as a whole. What a machine can write, it writes (--write-readme):
 #
 #   ```python, first line def, class or @   the source of that function or class of the script
-#   ```python otherwise, then ```text       a snippet, and what it prints in a fresh interpreter
+#   ```python otherwise, then ```text       a snippet, and what it prints in a fresh interpreter;
+#                                           the end of a fold, </details>, may stand between them
 #   ```console, `$ python3 handson/...`     what the command prints; `| sed -n '/this/,/that/p'`
 #                                           leaves those lines of it, `| sed '1,/that/d'` the rest
 #   ```mermaid, a line `%%= template`       the next line of the picture, as an f-string
@@ -2529,6 +2550,7 @@ COMMAND = re.compile(
 MARK = re.compile(r"(\S+) (=|:=|from|in|given) ?(.*)")
 BETWEEN_MARKS = re.compile(r"\n|; (?=\S+ (?:=|from|in|given)(?:[\s;]|$))")
 NUMBER = re.compile(r"(?<![\w.,/#-])-?\d[\d,]*(?:\.\d+)?(?![\w.,]*[A-WYZa-wyz])[%x]?")
+STALE = "not what the script says; --write-readme mends it"
 NO_FIGURE = re.compile(  # numbers in code, addresses, versions and citations
     r"`[^`\n]+`|\]\([^)\s]+\)|<[^>\n]+>|(?:issue|request|sections?|Python|seeds)\s+[\d.]+"
 )
@@ -2575,19 +2597,29 @@ def command_output(mode, first, last, edit):
     """What a command prints, beside the reader's config.json, and what sed leaves of it."""
     with reader_folder():
         printed = call(lesson.main, shlex.split(mode))[1]
-    if not edit:
-        return printed
-    lines = printed.splitlines(keepends=True)
-    start = 0 if first == "1" else line_with(first, lines, 0)
-    end = len(lines) if last == "$" else line_with(last, lines, start + 1) + 1
-    return "".join(lines[start:end] if edit == "p" else lines[:start] + lines[end:])
+    return sed(printed, first, last, edit) if edit else printed
 
 
-def line_with(pattern, lines, start):
-    for i in range(start, len(lines)):
-        if re.search(pattern, lines[i]):
-            return i
-    raise ValueError(f"no line of the output has {pattern!r}")
+def sed(text, first, last, edit):
+    """What sed leaves of a text: like it, with every range that `first` opens, not just one."""
+    chosen, others, opened, inside = [], [], 0, False
+    for i, line in enumerate(text.splitlines(keepends=True)):
+        if inside:
+            chosen.append(line)
+            inside = last == "$" or not has(last, line)
+        elif i == 0 if first == "1" else has(first, line):
+            chosen.append(line)
+            opened, inside = opened + 1, True
+        else:
+            others.append(line)
+    if opened != 1 or (inside and last != "$"):
+        raise ValueError(f"/{first}/ opens {opened} ranges, and /{last}/ leaves one open: {inside}")
+    return "".join(chosen if edit == "p" else others)
+
+
+def has(pattern, line):
+    """Whether sed finds its pattern in a line: a basic expression, in which + or ( is itself."""
+    return re.search(re.sub(r"[+?(){}|]", r"\\\g<0>", pattern), line.rstrip("\n"))
 
 
 @contextlib.contextmanager
@@ -2631,7 +2663,8 @@ class Page:
             self.printed = dict(zip(snippets, threads.map(snippet_output, snippets)))
         written, at, snippet = [], 0, None
         for part in parts:
-            if snippet and (part[1] != "text" or text[at : part.start()].strip("`\n")):
+            between = text[at : part.start()].replace("\n</details>\n", "", 1).strip("`\n")
+            if snippet and (part[1] != "text" or between):
                 self.tell(at, "the output of this snippet must follow it, in a text fence")
             if part[3] is not None:
                 self.read_marks(part[3], part.start(3))
@@ -2643,7 +2676,7 @@ class Page:
                 self.tell(part.start(), f"{type(error).__name__}: {error}")
             if fresh != body:
                 same = sum(1 for _ in itertools.takewhile(lambda x: x[0] == x[1], zip(fresh, body)))
-                self.tell(part.start(2) + same, "not what the script says; --write-readme mends it")
+                self.tell(part.start(2) + same, STALE)
             written += [text[at : part.start(2)], fresh]
             at, snippet = part.end(2), body if body in self.printed else None
         self.fresh = "".join(written) + text[at:]
@@ -2736,11 +2769,11 @@ class Readme(unittest.TestCase):
             (source.splitlines()[-1], "    return 417"),  # a slice
             ("[PASS] B3", "[FAIL] B3"),  # a captured output
             ("Llama-3 405B          ", "Llama-4 405B          "),  # the output of a snippet
-            ("\n  bar [1.0, ", "\n  bar [1.1, "),  # a picture
-            ("costs its own FLOPs", "costs its own 1.2 FLOPs"),  # prose
+            ("\n  line [1.0, 4", "\n  line [1.1, 4"),  # a picture
+            ("every user gets fewer", "every user gets 1.2 fewer"),  # prose
+            ("30% in Grow and copy", "31% in Grow and copy"),
             ("| 9.26 GB/s |", "| 9.27 GB/s |"),  # a table
             ("9.26 = break_even()", "9.26 = break_even(tp=8)"),  # a mark
-            ("93 in Grow and copy", "92 in Grow and copy"),
         ):
             at = text.rindex(old)
             text = text[:at] + new + text[at + len(old) :]
@@ -2772,6 +2805,39 @@ class Readme(unittest.TestCase):
                     there = code in self.page.code_under(title) + pool
                     self.assertTrue(there, f"README.md:{line}: no {code!r} in the code of {title}")
 
+    def test_names_in_prose_are_of_the_lesson_or_of_an_engine(self):
+        with open(SCRIPT, encoding="utf-8") as file:
+            known = set(re.findall(r"\w+", file.read() + "".join(self.page.printed)))
+        known |= {"cache_salt", "copy_on_partial_reuse", "kv_offloading_size"}  # of engines
+        known |= {"cd", "handson", "pip", "install", "pytest"}
+        prose = PART.sub(spaces, self.page.text)
+        unknown = []
+        for quoted in re.finditer(r"`([^`\n]+)`", prose):
+            names = set(re.findall(r"(?<!\w)[A-Za-z_]\w+", quoted[1])) - known
+            if names and not re.search(r"[-/{]|\.\w", quoted[1]):
+                unknown.append((self.page.text.count("\n", 0, quoted.start()) + 1, *names))
+        self.assertEqual(unknown, [], "(line of README.md, names that are nowhere in the lesson)")
+
+    def test_what_sed_leaves_is_what_the_page_shows(self):
+        output = "a\nb (1)\nc\nb (1)\nd\n"
+        self.assertEqual(sed(output, "a", "b (1)", "p"), "a\nb (1)\n")
+        self.assertEqual(sed(output, "1", "c", "d"), "b (1)\nd\n")
+        for first, last in (("b", "c"), ("b", "x"), ("x", "d"), ("d", "d")):
+            with self.assertRaises(ValueError):
+                sed(output, first, last, "p")
+        if not shutil.which("sed"):
+            self.skipTest("no sed here")
+        for part in PART.finditer(self.page.text):
+            command, _, shown = (part[2] or "").partition("\n")
+            edit = re.fullmatch(r"\$ python3 handson/m02_kv_cache\.py(.*) \| (sed .*)", command)
+            if part[1] == "console" and edit:
+                with self.subTest(command):
+                    printed = call(lesson.main, shlex.split(edit[1]))[1].encode()
+                    done = subprocess.run(
+                        shlex.split(edit[2]), input=printed, capture_output=True, timeout=60
+                    )
+                    self.assertEqual(done.stdout.decode(), shown)
+
     def test_transcripts(self):
         text, at = "", 0
         for part in PART.finditer(self.page.text):
@@ -2791,9 +2857,13 @@ def write_readme():
     """Write the parts of the README that follow from the script, and say what is left to mend."""
     with open(README, encoding="utf-8") as file:
         page = Page(file.read())
-    with open(README, "w", encoding="utf-8", newline="\n") as file:
-        file.write(page.fresh)
-    told = sorted(Page(page.fresh).told)
+    changed = page.fresh != page.text
+    if changed:
+        with open(README, "w", encoding="utf-8", newline="\n") as file:
+            file.write(page.fresh)
+    lines = sorted(line for line, complaint in page.told if complaint == STALE)
+    print(f"README.md: {f'rewritten at lines {lines}' if changed else 'unchanged'}")
+    told = sorted((Page(page.fresh) if changed else page).told)
     print(*(f"README.md:{line}: {complaint}\n" for line, complaint in told), sep="", end="")
     return 1 if told else 0
 
@@ -2878,6 +2948,19 @@ class CommandLine(unittest.TestCase):
         self.assertEqual(status, 0)
         self.assertIn("  131,072        40.000 GiB             23.2%           4\n", with_budget)
         self.assertIn("172.5 GiB are 35,328 pages of 16 tokens", with_budget)
+
+    def test_a_model_whose_layers_keep_nothing(self):
+        mamba = b"""{"model_type": "nemotron_h", "hybrid_override_pattern": "M-M-", "head_dim": 8,
+            "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8}"""
+        status, printed = call_main("--model", "-", "--budget", "1", entered=mamba)
+        self.assertEqual(status, 0)
+        self.assertIn("No layer of it keeps KV.", printed)
+
+    @unittest.skipUnless(os.path.exists("/dev/zero"), "no /dev/zero here")
+    def test_a_model_without_an_end(self):
+        done = run("--model", "/dev/zero")
+        self.assertEqual((done.returncode, done.stdout), (2, b""))
+        self.assertIn(b"too large", done.stderr)
 
     def test_a_model_that_cannot_be_read(self):
         with tempfile.TemporaryDirectory() as folder:
