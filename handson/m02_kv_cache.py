@@ -1690,6 +1690,8 @@ STORIES = (  # on room for 128 tokens
     " release(b); append(d, 9); a = fork(d, 37); append(a, 1); release(c); release(d);"
     " append(a, 80); release(a); a = allocate(0); b = fork(a, 0); append(b, 128)",
     "a = allocate(120); b = fork(a, 120); append(b, 1); append(a, 8); release(a); append(b, 8)",
+    "c = allocate(33); a = allocate(40); b = fork(a, 40); append(b, 1); release(a); release(b);"
+    " release(c); a = allocate(128)",
 )
 POOL = ("allocate", "release", "append", "fork", "held", "free", "references")
 
@@ -1854,6 +1856,7 @@ def claims_of_block_4(s: Parts) -> Iterator[Claim | Check]:
     yield sharing(three, 40, 16, 64, **half)
     yield sharing(three, 40, 16, 64, **half, copy_on_write=True)
     yield sharing(three, 65, 16, 64, **half)  # the prefix alone is too long
+    yield sharing(three, 0, 128, 64, **half)  # there is no page
     for few, room, options in small_cases():
         for page in (1, 1 + room % 7, 16):
             yield sharing(few, room // (1 + len(few)), page, room, **options)
@@ -2062,6 +2065,7 @@ def claims_of_block_6(s: Parts) -> Iterator[Claim | Check]:
     yield serving([(4, 6), (4, 6)], 4, 4)
     yield serving([(4, 6)] * 6, 6, 4)
     yield serving([(0, 20)] * 3, 2)
+    yield serving([(0, 1)] * 3, 3)
     yield serving([], 1)
     yield serving([(0, 2)] * 300 + [(300, 3)] * 3, 340)  # more than any small limit
     rng = random.Random(2023)

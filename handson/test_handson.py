@@ -44,7 +44,9 @@ sys.path.insert(0, HERE)
 import m02_kv_cache as lesson  # noqa: E402
 
 SCRIPT = os.path.join(HERE, "m02_kv_cache.py")
-FULL = "--full" in sys.argv  # `python3 test_handson.py --full` recomputes every range over draws
+EVERY_DRAW = (
+    "--full" in sys.argv
+)  # `python3 test_handson.py --full` recomputes every range over draws
 README = os.path.join(os.path.dirname(HERE), "README.md")
 CONFIG = """{"model_type": "mistral", "num_hidden_layers": 32, "num_attention_heads": 32,
 "num_key_value_heads": 8, "hidden_size": 4096, "sliding_window": 4096, "torch_dtype": "bfloat16"}"""
@@ -624,14 +626,14 @@ class Serving(unittest.TestCase):
             self.assertLess(abs(ours - measured) / measured, 0.25)
 
     def test_the_range_over_draws(self):
-        # 100 draws take a quarter of a minute: see FULL.
-        draws = 100 if FULL else 8
+        # 100 draws take a quarter of a minute: see EVERY_DRAW.
+        draws = 100 if EVERY_DRAW else 8
         for watermark, (low, high) in zip(lesson.WATERMARKS, lesson.SIMULATED):
             counts = sorted(
                 lesson.serve(self.published(seed), 18_724, 16, watermark, 128).preempted
                 for seed in range(draws)
             )
-            if FULL:
+            if EVERY_DRAW:
                 self.assertEqual((counts[5], counts[-6]), (low, high))
             inside = sum(low <= count <= high for count in counts)
             self.assertGreaterEqual(inside, 0.75 * draws)
@@ -722,8 +724,8 @@ class Serving(unittest.TestCase):
         slower = lesson.serve(requests, 9, 4, step_seconds=twice)
         self.assertLess(slower.tokens_per_s, lesson.serve(requests, 9, 4).tokens_per_s)
         for wrong, error in (
-            (0, ValueError), (-1.0, ValueError), (math.nan, ValueError), (math.inf, ValueError),
-            ("1", TypeError), (None, TypeError),
+            (0, ValueError), (0.0, ValueError), (-1.0, ValueError), (math.nan, ValueError),
+            (math.inf, ValueError), ("1", TypeError), (None, TypeError),
         ):  # fmt: skip
             with self.assertRaisesRegex(error, "what step_seconds returns must be"):
                 lesson.serve(requests, 9, 4, step_seconds=lambda *of, wrong=wrong: wrong)
@@ -846,6 +848,7 @@ class RangesOverSeeds(unittest.TestCase):
             saved = lesson.shared_prefix(alike, prefix, 1, budget_gib=400).saved
             self.assertAlmostEqual(lesson.expected_saving(n, prefix, 100), saved)
         self.assertEqual(lesson.expected_saving(0, 100), 0)
+        self.assertEqual(lesson.expected_saving(3, 0, private=0), 0)
 
     def test_the_cliff(self):
         runs, swings = {}, []
@@ -1170,6 +1173,14 @@ REFUSED = [  # a config, and how the message must begin
     ({"num_layers": 28, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "config lacks model_type"),
     (config_of(None, 12, 12, 12, 768, type_vocab_size=2), "config has type_vocab_size"),
     (config_of("gemma4_text", 12, 8, 1, 1536, use_bidirectional_attention="all"), "use_bidirec"),
+    (
+        config_of("bailing_hybrid", 32, 16, 16, 64, layer_group_size=5),
+        "layer_group_size = 5 does not divide the 32 layers",
+    ),
+    (
+        config_of("qwen3_next", 4, 16, 16, 64, full_attention_interval=0),
+        "full_attention_interval must be from 1",
+    ),
     ({"text_config": 5}, "text_config must be a dict, not 5"),
     ({"text_config": {}}, "in text_config: config lacks num_hidden_layers"),
     (
@@ -1198,6 +1209,33 @@ class Configs(unittest.TestCase):
         config = {**QWEN_7B, "use_sliding_window": True, "sliding_window": 100}
         config["max_window_layers"] = 21
         self.assertEqual(lesson.kv_bytes(config, 1000), (21 * 1000 + 7 * 100) * 2 * K)
+
+    def test_what_few_configs_say(self):
+        small = {"num_hidden_layers": 2, "num_attention_heads": 16, "hidden_size": 64}
+        for config, tokens, size in (
+            ({**small, "model_type": "qwen2", "num_key_value_heads": None}, 1, 512),
+            ({"model_type": "bloom", "n_layer": 2, "n_head": 4, "n_embed": 64}, 1, 512),
+            (config_of("hunyuan", 4, 8, 8, 1024, use_cla=False, cla_share_factor=2), 1, 16_384),
+            ({"torch_dtype": "float8_e4m3fn", "text_config": config_of(
+                "llama", 2, 16, 16, 64, torch_dtype=None)}, 1, 256),
+            ({"model_type": "x", "thinker_config": {"model_type": "llama", "text_config": {
+                **small, "num_key_value_heads": 16}}}, 1, 512),
+            (config_of("gemma3_text", 4, 2, 2, 64, head_dim=16, sliding_window=10,
+                       sliding_window_pattern=3), 100, (3 * 10 + 100) * 128),
+            (config_of("nemotron_h", None, 4, 2, 64, head_dim=16,
+                       layers_block_type=["mamba", "attention", "moe"]), 1, 128),
+            ({"model_type": "mpt", "n_layers": 2, "n_heads": 4, "d_model": 64,
+              "attn_config": {"attn_type": "multiquery_attention"}}, 1, 128),
+            ({"architectures": ["LongcatFlashForCausalLM"], "num_layers": 28, "kv_lora_rank": 512,
+              "qk_rope_head_dim": 64, "num_attention_heads": 64, "zero_expert_num": 9}, 1, 64_512),
+            ({"model_type": "deepseek_vl_v2", "language_config": {
+                "num_hidden_layers": 12, "num_attention_heads": 10, "num_key_value_heads": 10,
+                "hidden_size": 1280, "use_mla": False, "kv_lora_rank": None}}, 1, 61_440),
+            (config_of("qwen3_vl_moe_text", 2, 16, 4, 64), 1, 2 * 2 * 4 * 4 * 2),
+            (config_of("ministral3", 2, 16, 4, 64), 1, 2 * 2 * 4 * 128 * 2),
+        ):  # fmt: skip
+            with self.subTest(config):
+                self.assertEqual(lesson.kv_bytes(config, tokens), size)
 
     def test_refusals(self):
         for config, message in REFUSED:
@@ -1259,6 +1297,7 @@ class Configs(unittest.TestCase):
                 )  # fmt: skip
             except (ValueError, TypeError) as error:
                 self.assertTrue(str(error), config)
+                self.assertNotRegex(str(error), r"operand|object is not|NoneType|argument")
             else:
                 self.assertIsInstance(held, int)
 
@@ -1343,7 +1382,10 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
     (lambda: lesson.resident_tokens(9), TypeError, "requests must be (prompt, output) pairs"),
     (lambda: lesson.serve(7, 1), TypeError, "requests must be (prompt, output) pairs, not 7"),
     (lambda: lesson.serve([(1, 1), (5, 0)], 9), ValueError, "requests[1] output must be from 1 to"),
-    (lambda: lesson.serve([(1, 1), (1, 32)], 2), ValueError, "requests[1] of 33 tokens never fits"),
+    (
+        lambda: lesson.serve([(1, 1), (1, 32)], 2), ValueError,
+        "requests[1] of 33 tokens never fits 2 pages of 16",
+    ),
     (lambda: lesson.kv_bytes([]), TypeError, "config must be a dict, not []"),
     (lambda: lesson.kv_bytes(LLAMA_8B, -1), ValueError, "tokens must be from 0 to"),
     (lambda: lesson.kv_bytes(LLAMA_8B, 1, 0), ValueError, "dtype_bytes must be from 0.01 to"),
@@ -1413,6 +1455,8 @@ class WrongArguments(unittest.TestCase):
         self.assertIs(type(pool.held), int)
 
     def test_messages_are_short(self):
+        self.assertEqual(len(lesson.shown("x" * 99)), 80)
+        self.assertNotEqual(lesson.seq_lengths(2, -(10**18)), lesson.seq_lengths(2))
         for value in (list(range(10**6)), "x" * 10**6, Unspeakable()):
             with self.assertRaises(TypeError) as caught:
                 lesson.kv_gib(value)
@@ -1864,6 +1908,9 @@ SABOTAGE = {  # a mechanism -> bugs in it
         "n ignored": lambda n, prefix, seed=9: lesson.prefixed_lengths(64, prefix, seed),
     },
     "shared_prefix": {
+        "stops at 500": lambda requests, *sizes, **options: lesson.shared_prefix(
+            list(requests)[:500], *sizes, **options
+        ),
         "prefix for each request": prefix_for_each,
         "copy_on_write ignored": budget_ignored(lesson.shared_prefix, "copy_on_write"),
         "copy_on_write by default": always_copied,
@@ -1950,6 +1997,9 @@ SABOTAGE = {  # a mechanism -> bugs in it
                          "peak_pages", "running", "held", "again", "tokens_per_s")
         },
         "times steps that do not count": times_too_much,
+        "never more than 256": lambda requests, *sizes, max_running=None, **options: lesson.serve(
+            requests, *sizes, max_running=max_running or 256, **options
+        ),
         "only half of the figures": lambda *args, **options: lesson.serve(*args, **options)[:6],
     },
 }  # fmt: skip
@@ -2271,6 +2321,9 @@ class Predict(unittest.TestCase):
                 "320k",
                 "0.3125 MiB",
                 "3.2768e5 B",
+                "327680 byte",
+                "0.32768 MB",
+                "3.0517578125e-4 GiB",
                 "2*80*8*128*2",
                 "160 * 2 KiB",
                 "2 x 80 x 8 x 128 x 2",
@@ -2368,6 +2421,7 @@ class Predict(unittest.TestCase):
             "q4=3x": "2.01x too low.",
             "q5=98.4%": "9.4 points too high. That is of the prefixes alone.",
             "q6=926 GB/s": "99.96x too high.",
+            "q6=18.5": "2.00x too high. That counts one FLOP per parameter and token.",
             "q6=2.3": "4.03x too low. That is for one GPU; four recompute four times as fast.",
         }.items():
             question, _, guess = answer.partition("=")
@@ -2551,8 +2605,9 @@ MARK = re.compile(r"(\S+) (=|:=|from|in|given) ?(.*)")
 BETWEEN_MARKS = re.compile(r"\n|; (?=\S+ (?:=|from|in|given)(?:[\s;]|$))")
 NUMBER = re.compile(r"(?<![\w.,/#-])-?\d[\d,]*(?:\.\d+)?(?![\w.,]*[A-WYZa-wyz])[%x]?")
 STALE = "not what the script says; --write-readme mends it"
-NO_FIGURE = re.compile(  # numbers in code, addresses, versions and citations
+NO_FIGURE = re.compile(  # numbers in code, addresses, versions and citations, and of a list
     r"`[^`\n]+`|\]\([^)\s]+\)|<[^>\n]+>|(?:issue|request|sections?|Python|seeds)\s+[\d.]+"
+    r"|(?m:^\d+\.(?= ))"
 )
 
 
@@ -2739,7 +2794,7 @@ class Page:
         for number in NUMBER.finditer(self.prose):
             text, section = number[0].strip(","), self.section(number.start())
             found[section].add(text)
-            is_figure = re.search(r"[.,%x]|\d{3}", text) and not re.fullmatch(r"(19|20)\d\d", text)
+            is_figure = re.search(r"[.,%x]|\d\d", text) and not re.fullmatch(r"(19|20)\d\d", text)
             if is_figure and text not in self.marked[section]:
                 self.tell(number.start(), f"{text} is not marked")
         for start, marked, there in zip(self.starts, self.marked, found):
@@ -2788,11 +2843,12 @@ class Readme(unittest.TestCase):
         anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
         self.assertEqual(len(set(anchors)), len(titles))
         text = PART.sub(spaces, self.page.text)
-        links = re.findall(r"\[([^]]*)\]\((?!https://)([^)]+)\)", text)
-        contents = links[: len(titles) - 1]
+        links = list(re.finditer(r"\[([^]]*)\]\((?!https://)([^)]+)\)", text))
+        contents = [link.groups() for link in links[: len(titles) - 1]]
         self.assertEqual(contents, [(t, f"#{a}") for t, a in zip(titles, anchors)][1:])
-        for _, link in links:
-            self.assertIn(link, [f"#{anchor}" for anchor in anchors])
+        for link in links:
+            line = text.count("\n", 0, link.start()) + 1
+            self.assertIn(link[2][1:], anchors, f"README.md:{line}: no such heading")
 
     def test_the_code_that_is_read_is_there(self):
         pool = self.page.code_under("Block 3: paged allocation")
@@ -2891,6 +2947,13 @@ class CommandLine(unittest.TestCase):
                 )
                 with contextlib.redirect_stderr(io.StringIO()):
                     self.assertEqual(call_main(*args), (2, ""))
+
+    def test_a_block_has_its_heading(self):
+        _, printed = call_main("--block", "4")
+        heading = "\nBlock 4. Sharing a prefix\n  copy-on-write, and where the real win is\n"
+        self.assertIn(heading, printed)
+        self.assertTrue(printed.startswith("(Ran silently first: blocks 1, 2, 3.)\n"))
+        self.assertEqual(call_main("--help")[1], lesson.USAGE)
 
     def test_a_block_says_what_ran_before_it(self):
         _, printed = call_main("--block", "6")
