@@ -44,9 +44,8 @@ sys.path.insert(0, HERE)
 import m02_kv_cache as lesson  # noqa: E402
 
 SCRIPT = os.path.join(HERE, "m02_kv_cache.py")
-EVERY_DRAW = (
-    "--full" in sys.argv
-)  # `python3 test_handson.py --full` recomputes every range over draws
+# `python3 test_handson.py --full` recomputes every range over draws.
+EVERY_DRAW = "--full" in sys.argv
 README = os.path.join(os.path.dirname(HERE), "README.md")
 CONFIG = """{"model_type": "mistral", "num_hidden_layers": 32, "num_attention_heads": 32,
 "num_key_value_heads": 8, "hidden_size": 4096, "sliding_window": 4096, "torch_dtype": "bfloat16"}"""
