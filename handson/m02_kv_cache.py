@@ -605,23 +605,22 @@ def b3(s: Parts, show: bool) -> Parts:
         fine, usual = sweep[1], sweep[16]
         empty = (usual.held_tokens - usual.logical_tokens) / usual.batch
         say(
-            f"""Contiguous is an 8,192-token reservation here, which holds {baseline.batch}. (Over
+            f"""Contiguous is an 8,192-token reservation here, which holds {baseline.batch}; over
             seeds 0 to 199 pages of 16 hold {BATCH_IN_PAGES.least:.0f} to {BATCH_IN_PAGES.most:.0f},
-            {PAGES_OVER_8192.least}x to {PAGES_OVER_8192.most}x as many.) As in virtual memory, any
-            free page is as good as any other. What is left of the waste is the empty end of each
-            last page: {empty:.1f} tokens of 16 on average here, at most a page less one token."""
+            {PAGES_OVER_8192.least}x to {PAGES_OVER_8192.most}x as many. Any free page is as good as
+            any other, as in virtual memory. What is left of the waste is the empty end of each last
+            page: {empty:.1f} tokens of 16 on average here, at most a page less one token."""
         )
         saved, entries = fine.batch - usual.batch, usual.held_tokens // 16
         say(
             f"""Why 16? Pages of one token admit {saved} more, and their tables would still be small
-            ({fine.held_tokens:,} entries of 4 bytes, against {entries:,}). Kwon et al. measured it
-            (section 7.2): smaller pages read too little at a time to keep a GPU busy, larger ones
-            waste more and share less. vLLM's default is 16, TensorRT-LLM's 32; SGLang has shipped
-            1."""
+            ({fine.held_tokens:,} entries of 4 bytes, against {entries:,}). But smaller pages read
+            too little at a time to keep a GPU busy, and larger ones waste more and share less (Kwon
+            et al., section 7.2). vLLM's default is 16, TensorRT-LLM's 32; SGLang has shipped 1."""
         )
         say(
-            f"""But paged is told each final length, as no server is. Contiguous memory with the
-            same oracle and no holes would admit {fine.batch}. What pages really add is that nobody
+            f"""But paged is told each final length, as no server is; with the same oracle and no
+            holes contiguous memory would admit {fine.batch}. What pages really add is that nobody
             need know: a sequence takes a page when it needs one. Block 6 runs such a server."""
         )
     return {"PagePool": PagePool, "OutOfPages": OutOfPages, "paged": paged}
@@ -845,9 +844,9 @@ def shortest_fetch(gb_per_s: float) -> int:
 def b5(s: Parts, show: bool) -> Parts:
     """The break-even by tensor parallelism, and what it says of each tier."""
     if show:
-        lead = """TPn is a replica of n GPUs, tensor-parallel. Prefill computes the KV of a prompt,
-            at 2N FLOP a token in a model of N parameters. Fetching a token and computing it take
-            the same time at: break-even = KV bytes a token x FLOP/s / 2N."""
+        lead = """TPn is a replica of n GPUs, tensor-parallel; a model of N parameters prefills at
+            2N FLOP a token. To fetch a token takes as long as to compute it at: break-even = KV
+            bytes a token x FLOP/s / 2N."""
         print(f"{wrapped(lead)}\n")
         print("    config   prefill/token   break-even BW")
         for tp in (1, 2, 4, 8):
@@ -863,26 +862,26 @@ def b5(s: Parts, show: bool) -> Parts:
         lengths = (1, 4096, 131_072)
         bars = [f"{fetch_seconds(n, 1.0) / recompute_seconds(n):.2f} at {n:,}" for n in lengths]
         say(
-            f"""The tiers are judged at TP4, as one link or drive that feeds the whole replica.
-            Where each GPU loads its part of the KV over a link of its own, the bar for a link is
+            f"""The tiers are judged at TP4, as one link or drive that feeds the whole replica. With
+            a link for each GPU, which then loads its part of the KV, the break-even of a link is
             {break_even(tp=1):.2f} GB/s at any TP, up to as many GPUs as KV heads. (TP1 is for the
-            pattern only: fp16 weights of a 70B do not fit on one H100.) The length of the prefix
-            cancels, fetch time over recompute time: {", ".join(bars)} tokens."""
+            pattern only: it does not hold a 70B in fp16.) The length of the prefix cancels, fetch
+            time over recompute time: {", ".join(bars)} tokens."""
         )
         fp8 = break_even(s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, 1))
         sparse = break_even(flops_per_gpu=1979e12)
         say(
-            f"""Halve the bytes and the bar halves: with FP8 KV it is {fp8:.2f} GB/s, and an NVMe
-            drive clears it. (Beware of the datasheet's 1,979 TFLOP/s in BF16: that is with 2:4
-            sparsity, and would make the bar {sparse:.1f} GB/s.)"""
+            f"""With FP8 KV the break-even is {fp8:.2f} GB/s, and an NVMe drive clears it. (The
+            datasheet's 1,979 TFLOP/s in BF16 are with 2:4 sparsity, and would make it
+            {sparse:.1f}.)"""
         )
         drive, half = TIERS["local NVMe"], 0.5
         slower = [tier for tier, gb_per_s in TIERS.items() if gb_per_s < break_even(mfu=half)]
         say(
-            f"""The verdicts hold at 2N FLOP a token, at the dense peak, for one drive, and at the
-            links' nominal rates. Prefill never reaches the peak: below {drive / threshold:.1%} MFU
-            (the share that it reaches) one {drive} GB/s drive wins, and at {half:.0%} the bar is
-            {break_even(mfu=half):.2f} GB/s and only {" and ".join(slower)} is slower. Two drives,
+            f"""The verdicts hold at the dense peak, for one drive, and at the links' nominal rates.
+            Prefill never reaches the peak: below {drive / threshold:.1%} MFU (the share that it
+            reaches) one {drive} GB/s drive wins, and at {half:.0%}, where the break-even is
+            {break_even(mfu=half):.2f} GB/s, only {" and ".join(slower)} is slower. Two drives,
             striped, give {2 * drive} GB/s and win at any MFU. And attention costs more the longer
             the prefix, so that with it the length does not cancel:"""
         )
@@ -891,9 +890,8 @@ def b5(s: Parts, show: bool) -> Parts:
             print(f"{prefix:>12,}{break_even(attention=True, prefix=prefix):>26.2f} GB/s")
         say(
             f"""From {shortest_fetch(drive):,} tokens on the one drive wins, even at the full peak.
-            And time is not the only price: a fetch leaves the GPUs free, a recompute takes them.
-            (The 63 prefills of 4,096 tokens that block 4 saves are
-            {recompute_seconds(63 * 4096):.1f} s of the whole replica at its peak.)"""
+            And a fetch leaves the GPUs free, while a recompute takes them: block 4's 63 prefills of
+            4,096 tokens, {recompute_seconds(63 * 4096):.1f} s of the replica."""
         )
     return {
         "break_even": break_even,
@@ -1175,10 +1173,9 @@ def show_assumed_curve(s: Parts) -> None:
         )
     say(
         f"""The curve is an assumption: 2,000 steps, each preempting with probability
-        ((occupancy - 0.85) / 0.15)^2, and never below 85%. What follows from it is the price of the
-        victims' prompts: tokens prefilled again, and milliseconds of the whole replica, all four
-        GPUs, at its peak. (Other seeds give {REPREFILLED_AT_95.least:,} to
-        {REPREFILLED_AT_95.most:,} tokens at 95%.)"""
+        ((occupancy - 0.85) / 0.15)^2, and never below 85%. It prices the victims' prompts, in
+        milliseconds of the whole replica at its peak. (Other seeds give
+        {REPREFILLED_AT_95.least:,} to {REPREFILLED_AT_95.most:,} tokens at 95%.)"""
     )
 
 
@@ -1189,7 +1186,7 @@ def show_cliff(s: Parts) -> None:
     resident = {mix: resident_tokens(requests) for mix, requests in workloads.items()}
     full = {mix: pages * 16 / tokens for mix, tokens in resident.items()}
     say(
-        f"""Derived instead: a server that learns each length as it comes, on {pages:,} pages, with
+        f"""Derived instead: a server that learns each length as it comes, with {pages:,} pages,
         {STEP_TOKENS:,} tokens a step and 4,000 requests that wait. Chat is the workload; long swaps
         prompts and outputs, its answers cut at 4,096. A running sequence holds
         {resident["chat"]:,.0f} and {resident["long"]:,.0f} tokens, averaged over time, so
@@ -1209,18 +1206,18 @@ def show_cliff(s: Parts) -> None:
     )
     say(
         f"""All but "preempted" leave out the first half of the admissions and the end, when nobody
-        waits. "Again" is tokens prefilled again over tokens prefilled first, with its range over
-        ten draws. Its onset is a cliff for long answers: at 400, 425, 450 and 500 it is {cliff}%
-        (medians of the ten); chat slides, {slope}%. The cost is a step down: 500 lose
-        {LOSS["long"].least} to {LOSS["long"].most}% of the best tok/s in long and
-        {LOSS["chat"].least} to {LOSS["chat"].most}% in chat, and more would lose little more."""
+        waits. "Again" is tokens prefilled again over tokens prefilled first. Its onset is a cliff
+        for long answers: at 400, 425, 450 and 500 it is {cliff}% (medians of ten draws); chat
+        slides, {slope}%. The cost is a step down: 500 lose {LOSS["long"].least} to
+        {LOSS["long"].most}% of the best tok/s in long and {LOSS["chat"].least} to
+        {LOSS["chat"].most}% in chat, and more would lose little more."""
     )
     say(
         f"""It begins near 90% of the pool on average, for "held" swings (by {SWING.least} to
-        {SWING.most} points, one standard deviation, at 400) and a pool overflows by its peaks. A
-        smaller pool swings more, and begins earlier. Here 5% kept free, or a tenth fewer than fill
-        the pool, gives back all but 0 to 2% of the tok/s, and 1% free nearly as much. All this is
-        overload: somebody always waits."""
+        {SWING.most} points, one standard deviation, at 400) and a pool overflows by its peaks; a
+        smaller one swings more. Here 5% kept free, or a tenth fewer than fill the pool, gives back
+        all but 0 to 2% of the tok/s, and 1% free nearly as much. All this is overload: somebody
+        always waits."""
     )
 
 
@@ -1228,9 +1225,9 @@ def show_engine(s: Parts) -> None:
     """The same preemptions as they were measured in an engine, and why it recomputes."""
     inside = sum(low <= n <= high for n, (low, high) in zip(MEASURED, SIMULATED))
     say(
-        f"""An engine was measured: vLLM's pull request 44594, 450 long answers of Qwen2.5-7B, at
-        most 128 running. Preemptions there, and in serve on 100 draws of that workload (5% to 95%
-        of them), with nothing fitted; {inside} of {len(MEASURED)} lie inside:"""
+        f"""An engine was measured in vLLM's pull request 44594: 450 long answers of Qwen2.5-7B, at
+        most 128 running. Its preemptions, and those of serve, with nothing fitted, on 100 draws of
+        that workload (5% to 95% of them; {inside} of {len(MEASURED)} lie inside):"""
     )
     print("\n   watermark" + "".join(f"{kept:>12.2f}" for kept in WATERMARKS))
     print("    measured" + "".join(f"{preempted:>12,}" for preempted in MEASURED))
@@ -1241,10 +1238,10 @@ def show_engine(s: Parts) -> None:
     say(
         f"""The best watermark was worth {best:.0%} more tokens/s there, and the median wait for a
         first token rose from {FIRST_TOKEN_S[0]} to {FIRST_TOKEN_S[1]} s at 0.02. Why recompute,
-        when block 5 finds host memory {to_host:.1f}x as fast? Out and in again, a swap is
-        {to_host / 2:.1f}x at best, in small copies ({copied} KiB for each layer, page and GPU):
-        Kwon et al. (section 7.3) measured the two as comparable with pages of 16 to 64 tokens.
-        vLLM's V1 has no swap; unless KV offloading is on, it recomputes."""
+        when block 5 finds host memory {to_host:.1f}x as fast? A swap goes out and in again,
+        {to_host / 2:.1f}x at best, in copies of {copied} KiB (a layer, page and GPU): Kwon et al.
+        (section 7.3) measured the two as comparable with pages of 16 to 64 tokens. vLLM's V1 has no
+        swap; unless KV offloading is on, it recomputes."""
     )
 
 
