@@ -457,7 +457,7 @@ class PagePool:
 
     def allocate(self, tokens: int) -> Sequence:
         """A new sequence of `tokens` tokens, on pages of its own; or OutOfPages."""
-        if tokens.__class__ is not int or not 0 <= tokens <= 10**18:
+        if tokens.__class__ is not int or not 0 <= tokens <= MANY:
             tokens = whole("tokens", tokens)
         return Sequence(self, self._take(pages_for(tokens, self.page_tokens)), tokens)
 
@@ -468,7 +468,7 @@ class PagePool:
         is copied first, and the copy is written: copy-on-write. (Only tables and counts are kept
         here; an engine copies the page's K and V too.)
         """
-        if n.__class__ is not int or not 0 <= n <= 10**18:
+        if n.__class__ is not int or not 0 <= n <= MANY:
             n = whole("n", n)
         if getattr(sequence, "pool", None) is not self:
             self._refuse(sequence)
@@ -1114,7 +1114,7 @@ def steady_state(
     seconds = 0.0
     for running, prefill, held, _, _ in steps:
         took = step_seconds(running + prefill, held * page_tokens)
-        if took.__class__ is not float or not 1e-30 <= took <= 1e30:
+        if took.__class__ is not float or not TINY <= took <= HUGE:
             took = number("what step_seconds returns", took)
         seconds += took
     running, _, held, new, again = map(sum, zip(*steps))
@@ -2980,6 +2980,10 @@ def predict(s: Parts) -> int:
 # -------------------------------------------------------------------------------------- arguments
 
 
+MANY = 10**18  # more than anybody counts here
+TINY, HUGE = 1e-30, 1e30  # and measures
+
+
 def shown(value: Any) -> str:
     """What an error message says of a wrong value: its repr, if it has one, and not all of it."""
     try:
@@ -3010,13 +3014,13 @@ def as_int(value: Any) -> int:
     return int(operator.index(value))
 
 
-def whole(name: str, value: Any, least: int = 0, most: int = 10**18) -> int:
+def whole(name: str, value: Any, least: int = 0, most: int = MANY) -> int:
     """`value` as an int in [least, most]; TypeError or ValueError if it is none."""
     integer: int = converted(name, value, "whole number", as_int, least, most)
     return integer
 
 
-def number(name: str, value: Any, least: float = 1e-30, most: float = 1e30) -> float:
+def number(name: str, value: Any, least: float = TINY, most: float = HUGE) -> float:
     """`value` as a float in [least, most]; TypeError or ValueError if it is none."""
     real: float = converted(name, value, "number", float, least, most)
     return real
@@ -3105,7 +3109,7 @@ ALLOWED: dict[str, Callable[[str, Any], Any]] = {
     "layers": some, "kv_heads": some, "q_heads": some, "head_dim": some, "dtype_bytes": width,
     "kv_per_token": some, "reserve": some, "page_tokens": some, "pages": some, "tp": some,
     "tokens": whole, "prefix": whole, "requests": pairs, "config": mapping,
-    "n": partial(whole, most=10**8), "seed": partial(whole, least=-(10**18)),
+    "n": partial(whole, most=10**8), "seed": partial(whole, least=-MANY),
     "gib": anything, "private": anything, "budget_gib": partial(number, most=1e9),
     "gb_per_s": number, "n_params": number, "flops_per_gpu": number, "mfu": partial(number, most=1),
     "attention": truth, "copy_on_write": truth,
