@@ -960,8 +960,8 @@ def resident_tokens(requests: Iterable[tuple[int, int]]) -> float:
 
     Each request is there for `output` steps, and holds its prompt and, on average, half its output.
     The pool is full, on average, with its tokens / resident_tokens(requests) sequences. Where those
-    are hundreds, nine tenths of them is a `max_num_seqs` that leaves room for the swing; a smaller
-    pool swings more.
+    are hundreds, nine tenths of them is a `max_num_seqs` that on most draws leaves room for the
+    swing; a smaller pool swings more.
 
     >>> round(resident_tokens(seq_lengths(4000)), 1)
     1291.3
@@ -1398,7 +1398,7 @@ def show_interview(s: Parts, rows: Parts, in_decode: float, with_prefill: float)
         f"""When pages run out, the newest sequence is preempted and recomputed. In overload that
         begins near 90% of this pool, and costs {LOSS["chat"].median:.0f}% of the tokens/s, or
         {LOSS["long"].median:.0f}% with long answers (medians of ten draws). Keep 5% free, or run a
-        tenth fewer than fill the pool: new requests wait longer, and the tokens/s come back.""",
+        tenth fewer than fill the pool: the first token comes later, and the tokens/s come back.""",
     )
     for i, point in enumerate(points, 1):
         print(wrapped(point, first=f"  {i}. "))
@@ -2767,7 +2767,8 @@ def questions(s: Parts) -> list[Question]:
     share = s["budget_share"](s["kv_gib"](131_072))
     reserved, in_pages = s["contiguous"](requests, 8192), s["paged"](requests, 16)
     factor = in_pages.batch / reserved.batch
-    saved = s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1).saved
+    drawn = s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1).saved
+    saved = s["expected_saving"](64, 4096)
     bar = s["break_even"]()
     vectors = "That is one vector for each head; K and V are both kept."
     return [
@@ -2803,7 +2804,9 @@ def questions(s: Parts) -> list[Question]:
             {},
         ),
         Question(
-            4, saved, SHARES, f"{saved:.1%}", f"sharing a 4k prefix saves {saved:.1%}",
+            4, saved, SHARES,
+            f"{saved:.1%} by expectation ({drawn:.1%} in the lesson's lucky draw)",
+            f"sharing a 4k prefix saves {saved:.1%}",
             """64 chats share a 4,096-token prefix, and each adds a prompt and an answer of its own.
             What share of their KV disappears when the prefix is stored once?""",
             {63 / 64: "That is of the prefixes alone.", 1 - saved: "That is what stays."},

@@ -2418,7 +2418,7 @@ class Predict(unittest.TestCase):
             "q3=17.7%": "64.6 points too low. That is what is used.",
             "q3=0.5": "32.3 points too low.",
             "q4=3x": "2.01x too low.",
-            "q5=98.4%": "9.4 points too high. That is of the prefixes alone.",
+            "q5=98.4%": "11.8 points too high. That is of the prefixes alone.",
             "q6=926 GB/s": "99.96x too high.",
             "q6=18.5": "2.00x too high. That counts one FLOP per parameter and token.",
             "q6=2.3": "4.03x too low. That is for one GPU; four recompute four times as fast.",
