@@ -668,11 +668,9 @@ def shared_prefix(
     for prompt, output in requests:
         shared = min(prefix, prompt)
         private = prompt + output - shared
+        start = shared if copy_on_write else shared - shared % page_tokens
         try:
-            if copy_on_write:
-                pool.append(pool.fork(stored, shared), private)
-            else:
-                pool.allocate(private)
+            pool.append(pool.fork(stored, start), private)
         except OutOfPages:
             break
         lengths.append(prompt + output)
@@ -729,8 +727,8 @@ def b4(s: Parts, show: bool) -> Parts:
         say(
             f"""Counted as the pool does, in whole 16-token pages, it is a little more: at 4,096 it
             is {gib(pages.held_tokens):.2f} GiB, which saves {pages.saved:.1%}. "Extra batch" is
-            naive over shared: how many such groups, each with a prefix of its own, take the memory
-            of one."""
+            naive over shared: how many such groups, each sharing a prefix of its own, fit where one
+            fits without sharing."""
         )
 
         say(
@@ -865,8 +863,8 @@ def b5(s: Parts, show: bool) -> Parts:
             f"""The tiers are judged at TP4, as one link or drive that feeds the whole replica. With
             a link for each GPU, which then loads its part of the KV, the break-even of a link is
             {break_even(tp=1):.2f} GB/s at any TP, up to as many GPUs as KV heads. (TP1 is for the
-            pattern only: it does not hold a 70B in fp16.) The length of the prefix cancels, fetch
-            time over recompute time: {", ".join(bars)} tokens."""
+            pattern only: it does not hold a 70B in fp16.) The length of the prefix cancels; fetch
+            time at 1 GB/s over recompute time: {", ".join(bars)} tokens."""
         )
         fp8 = break_even(s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, 1))
         sparse = break_even(flops_per_gpu=1979e12)
@@ -908,8 +906,8 @@ def preempted_tokens(occupancy: float, n: int = 2000, seed: int = 3) -> int:
     """Tokens that n steps at this occupancy (0 to 1) of the pool would prefill a second time.
 
     An ASSUMED curve, not a measured one: a step preempts with probability
-    ((occupancy - 0.85) / 0.15)**2, and never below 0.85. The victim's prompt, log-normal as in
-    `seq_lengths`, is then computed again.
+    ((occupancy - 0.85) / 0.15)**2 above 0.85, and below that not at all. The victim's prompt,
+    log-normal as in `seq_lengths`, is then computed again.
 
     >>> preempted_tokens(0.85)
     0
@@ -1007,8 +1005,9 @@ def serve(
 
     All wait in a queue from the start. One may enter if its prompt and next token fit and leave
     `watermark` of all pages free (unless nothing runs), and if fewer than `max_running` run. A step
-    computes `max_batched_tokens` tokens at most: one for each running sequence, then prefill that
-    is owed. When no page is left, the newest sequence is preempted: its pages are released, and it
+    computes `max_batched_tokens` tokens at most (one more where those that run take them all): one
+    for each running sequence, then prefill that is owed; while what is owed fills a step, nobody
+    enters. When no page is left, the newest sequence is preempted: its pages are released, and it
     goes to the front of the queue, to be prefilled again with what it had generated. The steady
     state is timed by `step_seconds(tokens computed, tokens that the held pages have room for)`.
 
@@ -1029,24 +1028,24 @@ def serve(
     # What preempts is the number of pages, so they are counted here and not named (a PagePool gives
     # the same, tens of times as slowly). Running sequences by number of admission, the newest last:
     # (prompt, output, offset). At the end of step n one is offset + n tokens long, so it fills a
-    # page whenever n % page_tokens is -offset % page_tokens, and is filed under that.
+    # page whenever n % page_tokens is -offset % page_tokens; `filling` counts them by that.
     running: dict[int, tuple[int, int, int]] = {}
-    growing: defaultdict[int, dict[int, None]] = defaultdict(dict)
+    filling: defaultdict[int, int] = defaultdict(int)
     finishing: defaultdict[int, list[int]] = defaultdict(list)  # by step; may be preempted by then
     step = held = peak_pages = admitted = entered = 0
-    owed: float = 0  # prefill that is admitted and not computed
     generated = prefilled = reprefilled = preempted = 0
+    owed: float = 0  # prefill that is admitted and not computed
     half = len(waiting) / 2
     steady: list[tuple[float, ...]] = []
 
-    def leave(sequence: int, offset: int) -> None:
+    def leave(offset: int) -> None:
         nonlocal held
-        del growing[-offset % page_tokens][sequence]
+        filling[-offset % page_tokens] -= 1
         held -= pages_for(offset + step, page_tokens)
 
     while waiting or running:
         counts = bool(waiting) and entered >= half
-        before = prefilled, reprefilled
+        new = again = 0
 
         # Admit from the head of the queue, each with room for its next token.
         while waiting and len(running) < most_running:
@@ -1058,16 +1057,20 @@ def serve(
             if running and owed >= most_tokens - len(running):
                 break
             waiting.popleft()
+            if done:
+                again += tokens
+            else:
+                new += tokens
+                entered += 1
             held += need
             owed += tokens
-            prefilled += tokens
-            reprefilled += tokens if done else 0
-            entered += not done
             admitted += 1
             offset = tokens - step
             running[admitted] = prompt, output, offset
-            growing[-offset % page_tokens][admitted] = None
+            filling[-offset % page_tokens] += 1
             finishing[prompt + output - offset].append(admitted)
+        prefilled += new + again
+        reprefilled += again
         peak_pages = max(peak_pages, held)
 
         # Generate a token for each that runs, and prefill as much as the step has room for.
@@ -1075,26 +1078,24 @@ def serve(
         computed = min(owed, max(1, most_tokens - len(running)))
         owed -= computed
         if counts:
-            new, again = prefilled - before[0], reprefilled - before[1]
-            steady.append((len(running), computed, held, new - again, again))
+            steady.append((len(running), computed, held, new, again))
         step += 1
 
         # Finish: those that have their whole output release their pages.
         for sequence in finishing.pop(step, ()):
             if sequence in running:
-                leave(sequence, running.pop(sequence)[2])
+                leave(running.pop(sequence)[2])
 
         # Grow: each whose last page is full takes another, the oldest first. While there are too
         # few for all of them, preempt the newest of all that run; if it was to grow, one less does.
-        to_grow = growing[step % page_tokens]
-        while len(to_grow) > pages - held:
-            sequence, (prompt, output, offset) = running.popitem()
-            leave(sequence, offset)
+        full = step % page_tokens
+        while filling[full] > pages - held:
+            _, (prompt, output, offset) = running.popitem()
+            leave(offset)
             waiting.appendleft((prompt, output, offset + step - prompt))
             preempted += 1
             peak_pages = pages  # the older ones took what was free before this one had to go
-        held += len(to_grow)
-        peak_pages = max(peak_pages, held)
+        held += filling[full]
 
     return Served(
         step, generated, prefilled, reprefilled, preempted, peak_pages,
@@ -1138,7 +1139,7 @@ def mixes(requests: Iterable[tuple[int, int]]) -> dict[str, list[tuple[int, int]
 
 # What the seed decides. Over seeds 0 to 199: the table's tokens at 95%. Over seeds 0 to 9 of
 # seq_lengths(4000), in percent: `again` for each row of the sweep, the tokens/s that 500 running
-# lose to the best row, and one standard deviation of `held` where 400 run.
+# lose to the best row with nothing kept free, and one standard deviation of `held` where 400 run.
 REPREFILLED_AT_95 = Spread(782_182, 882_596.5, 976_033)
 AGAIN = {
     "chat": (
@@ -1163,7 +1164,7 @@ SIMULATED = ((943, 1217), (342, 417), (190, 240), (133, 196), (134, 181))
 
 
 def show_assumed_curve(s: Parts) -> None:
-    """The page's table, and what it assumes."""
+    """The assumed curve as a table, and what it assumes."""
     print("    occupancy   preempted  tokens re-prefilled  wasted GPU-ms @TP4")
     for occupancy in (0.60, 0.85, 0.90, 0.95, 0.99):
         tokens = preempted_tokens(occupancy)
@@ -1173,8 +1174,8 @@ def show_assumed_curve(s: Parts) -> None:
         )
     say(
         f"""The curve is an assumption: 2,000 steps, each preempting with probability
-        ((occupancy - 0.85) / 0.15)^2, and never below 85%. It prices the victims' prompts, in
-        milliseconds of the whole replica at its peak. (Other seeds give
+        ((occupancy - 0.85) / 0.15)^2 above 85%, and below that not at all. It prices the victims'
+        prompts, in milliseconds of the whole replica at its peak. (Other seeds give
         {REPREFILLED_AT_95.least:,} to {REPREFILLED_AT_95.most:,} tokens at 95%.)"""
     )
 
@@ -1208,15 +1209,15 @@ def show_cliff(s: Parts) -> None:
         f"""All but "preempted" leave out the first half of the admissions and the end, when nobody
         waits. "Again" is tokens prefilled again over tokens prefilled first. Its onset is a cliff
         for long answers: at 400, 425, 450 and 500 it is {cliff}% (medians of ten draws); chat
-        slides, {slope}%. The cost is a step down: 500 lose {LOSS["long"].least} to
-        {LOSS["long"].most}% of the best tok/s in long and {LOSS["chat"].least} to
-        {LOSS["chat"].most}% in chat, and more would lose little more."""
+        slides, {slope}%. The cost is a step down: of the best tok/s with
+        nothing kept free 500 lose {LOSS["long"].least} to {LOSS["long"].most}% in long and
+        {LOSS["chat"].least} to {LOSS["chat"].most}% in chat, and more would lose little more."""
     )
     say(
         f"""It begins near 90% of the pool on average, for "held" swings (by {SWING.least} to
         {SWING.most} points, one standard deviation, at 400) and a pool overflows by its peaks; a
         smaller one swings more. Here 5% kept free, or a tenth fewer than fill the pool, gives back
-        all but 0 to 2% of the tok/s, and 1% free nearly as much. All this is overload: somebody
+        all but 0 to 3% of the tok/s, and 1% free nearly as much. All this is overload: somebody
         always waits."""
     )
 
@@ -1291,7 +1292,7 @@ def assembly(s: Parts) -> None:
     show_interview(s, rows, in_decode, with_prefill)
 
 
-def show_allocators(s: Parts, requests: list[tuple[int, int]], rows: Parts) -> None:
+def show_allocators(s: Parts, requests: list[tuple[int, int]], rows: dict[str, Allocation]) -> None:
     """How many sequences each allocator holds, and what its last row assumes."""
     reserved, _, _, behind_prefix = rows.values()
     print("  allocator                     batch      held   logical  held/logical vs baseline")
@@ -1320,12 +1321,12 @@ def show_allocators(s: Parts, requests: list[tuple[int, int]], rows: Parts) -> N
         print(f"  {stored:<26}{row.batch:>9}{f'{spread.least}-{spread.most}':>14}")
 
 
-def show_rates(s: Parts, rows: Parts) -> float:
+def show_rates(s: Parts, rows: dict[str, Allocation]) -> float:
     """What the batch buys in decode; returns the tokens/s of pages over those of 8k slots."""
     reserved, small, in_pages, behind_prefix = rows.values()
     say("What the batch buys, in decode alone, every sequence at its final length, at the peaks:")
     print("\n  allocator                     batch       step       tok/s   for each user")
-    rates = []
+    rates: list[float] = []
     for name, row in rows.items():
         seconds = s["step_seconds"](row.batch, row.logical_tokens)
         rates.append(row.batch / seconds)
@@ -1350,10 +1351,12 @@ def show_rates(s: Parts, rows: Parts) -> float:
         averaged over time. Prefill in the same steps counts against the ridge too, and moves that
         up."""
     )
-    return float(pages_rate / slots_rate)
+    return pages_rate / slots_rate
 
 
-def show_rates_with_prefill(s: Parts, requests: list[tuple[int, int]], rows: Parts) -> float:
+def show_rates_with_prefill(
+    s: Parts, requests: list[tuple[int, int]], rows: dict[str, Allocation]
+) -> float:
     """The same with prefill in the same steps; returns pages over as many as 8k slots hold."""
     reserved, small, *_ = rows.values()
     pages = s["budget_tokens"]() // 16
@@ -1372,7 +1375,9 @@ def show_rates_with_prefill(s: Parts, requests: list[tuple[int, int]], rows: Par
     return float(many / few)
 
 
-def show_interview(s: Parts, rows: Parts, in_decode: float, with_prefill: float) -> None:
+def show_interview(
+    s: Parts, rows: dict[str, Allocation], in_decode: float, with_prefill: float
+) -> None:
     """What to say, in order, and what the lesson did not build."""
     reserved, _, in_pages, _ = rows.values()
     per_token = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
