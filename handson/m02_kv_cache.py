@@ -436,7 +436,7 @@ class PagePool:
     """
 
     def __init__(self, pages: int, page_tokens: int = 16) -> None:
-        self.pages = whole("pages", pages, least=1, most=2**63)
+        self.pages = whole("pages", pages, least=1)
         self.page_tokens = whole("page_tokens", page_tokens, least=1)
         self.free = self.pages
         # A page that was never used joins the free list when it is needed, so that a pool of any
@@ -471,7 +471,7 @@ class PagePool:
         if n.__class__ is not int or not 0 <= n <= MANY:
             n = whole("n", n)
         if getattr(sequence, "pool", None) is not self:
-            self._refuse(sequence)
+            refuse(sequence)
         table = sequence.table
         room = len(table) * self.page_tokens - sequence.tokens  # in the last page
         copies = 1 if n and room and self._ref_counts[table[-1]] > 1 else 0
@@ -486,7 +486,7 @@ class PagePool:
     def fork(self, sequence: Sequence, tokens: int) -> Sequence:
         """A new sequence that shares the first `tokens` tokens of `sequence`. Copies nothing."""
         if getattr(sequence, "pool", None) is not self:
-            self._refuse(sequence)
+            refuse(sequence)
         tokens = whole("tokens", tokens, most=sequence.tokens)
         table = sequence.table[: pages_for(tokens, self.page_tokens)]
         for page in table:
@@ -496,7 +496,7 @@ class PagePool:
     def release(self, sequence: Sequence) -> None:
         """End `sequence`: the pages that no other table holds are free again."""
         if getattr(sequence, "pool", None) is not self:
-            self._refuse(sequence)
+            refuse(sequence)
         shared = 0
         for page in sequence.table:
             if self._ref_counts[page] == 1:
@@ -527,14 +527,6 @@ class PagePool:
     def __reduce__(self) -> NoReturn:
         # A copy would hold pages of sequences that belong to this one.
         raise TypeError("pool cannot be copied")
-
-    def _refuse(self, sequence: Any) -> NoReturn:
-        """Say why `sequence` is none of this pool's."""
-        if not isinstance(sequence, Sequence):
-            raise TypeError(f"sequence must come from this pool, not {shown(sequence)}")
-        if sequence.pool is None:
-            raise ValueError("sequence was released before")
-        raise ValueError(f"sequence belongs to another pool: {shown(sequence)}")
 
 
 def paged(
@@ -828,7 +820,7 @@ def shortest_fetch(gb_per_s: float) -> int:
     >>> shortest_fetch(7)
     34546
     """
-    recomputed, fetched = 0, 10**10
+    recomputed, fetched = 0, MANY
     while fetched - recomputed > 1:
         middle = (recomputed + fetched) // 2
         if break_even(attention=True, prefix=middle) < gb_per_s:
@@ -1029,10 +1021,11 @@ def serve(
     # the same, tens of times as slowly). Running sequences by number of admission, the newest last:
     # (prompt, output, offset). At the end of step n one is offset + n tokens long, so it fills a
     # page whenever n % page_tokens is -offset % page_tokens; `filling` counts them by that.
+    admissions = count()
     running: dict[int, tuple[int, int, int]] = {}
     filling: defaultdict[int, int] = defaultdict(int)
     finishing: defaultdict[int, list[int]] = defaultdict(list)  # by step; may be preempted by then
-    step = held = peak_pages = admitted = entered = 0
+    step = held = peak_pages = entered = 0
     generated = prefilled = reprefilled = preempted = 0
     owed: float = 0  # prefill that is admitted and not computed
     half = len(waiting) / 2
@@ -1064,11 +1057,10 @@ def serve(
                 entered += 1
             held += need
             owed += tokens
-            admitted += 1
-            offset = tokens - step
-            running[admitted] = prompt, output, offset
+            offset, sequence = tokens - step, next(admissions)
+            running[sequence] = prompt, output, offset
             filling[-offset % page_tokens] += 1
-            finishing[prompt + output - offset].append(admitted)
+            finishing[prompt + output - offset].append(sequence)
         prefilled += new + again
         reprefilled += again
         peak_pages = max(peak_pages, held)
@@ -1115,9 +1107,7 @@ def steady_state(
     seconds = 0.0
     for running, prefill, held, _, _ in steps:
         took = step_seconds(running + prefill, held * page_tokens)
-        if took.__class__ is not float or not TINY <= took <= HUGE:
-            took = number("what step_seconds returns", took)
-        seconds += took
+        seconds += number("what step_seconds returns", took)
     running, _, held, new, again = map(sum, zip(*steps))
     return (
         running / len(steps),
@@ -1866,6 +1856,7 @@ def claims_of_block_4(s: Parts) -> Iterator[Claim | Check]:
     for n, prefix, mine in ((1, 9, 9), (2, 300, 100), (64, 4096, 558.5)):
         less = 1 - (prefix + n * mine) / (n * (prefix + mine))  # one prefix and all that is private
         yield must("expected_saving", less, n, prefix, private=mine)
+    yield must("expected_saving", 0.0, 3, 0, private=0)
     mean = math.exp(5 + 0.9**2 / 2) + math.exp(5.5 + 0.8**2 / 2) - 1  # of two log-normals
     yield must("expected_saving", 63 * 4096 / (64 * (4096 + mean)), 64, 4096)
     # The assembly's row: as much of a prompt as lies in the first 2,048 tokens is shared.
@@ -2988,8 +2979,8 @@ def predict(s: Parts) -> int:
 # -------------------------------------------------------------------------------------- arguments
 
 
-MANY = 10**18  # more than anybody counts here
-TINY, HUGE = 1e-30, 1e30  # and measures
+MANY = 2 * 10**18  # more than anybody counts here: 1e9 GiB have fewer bytes
+TINY, HUGE = 1e-30, 1e30  # and less and more than anybody measures
 
 
 def shown(value: Any) -> str:
@@ -3032,6 +3023,15 @@ def number(name: str, value: Any, least: float = TINY, most: float = HUGE) -> fl
     """`value` as a float in [least, most]; TypeError or ValueError if it is none."""
     real: float = converted(name, value, "number", float, least, most)
     return real
+
+
+def refuse(sequence: Any) -> NoReturn:
+    """Say why `sequence` is none of the pool that is asked to change it."""
+    if not isinstance(sequence, Sequence):
+        raise TypeError(f"sequence must come from this pool, not {shown(sequence)}")
+    if sequence.pool is None:
+        raise ValueError("sequence was released before")
+    raise ValueError(f"sequence belongs to another pool: {shown(sequence)}")
 
 
 def truth(name: str, value: Any) -> bool:
