@@ -263,8 +263,8 @@ def b1(s: Parts, show: bool) -> Parts:
             f"""GQA is why it is not worse: with a KV head for each of the {Q_HEADS} query heads a
             token would cost {without_gqa // 1024:,} KiB, {without_gqa // KV_PER_TOKEN}x as much.
             (A what-if: Llama-2 70B has {KV_HEADS} KV heads too.) For another model, --model
-            config.json prints this table; kv_bytes also reads models that keep less than two
-            vectors of every token for each head."""
+            config.json prints these sizes, also where less than two vectors of every token are kept
+            for each head."""
         )
     return {
         "kv_bytes_per_token": kv_bytes_per_token,
@@ -722,7 +722,6 @@ def b4(s: Parts, show: bool) -> Parts:
             naive over shared: how many such groups, each sharing a prefix of its own, fit where one
             fits without sharing."""
         )
-
         say(
             f"""The draw is a lucky one. A request keeps {MEAN_PRIVATE:.1f} tokens to itself on
             average, so {expected_saving(64, 4096):.1%} is to be expected behind 4,096; seeds 0 to
@@ -1199,9 +1198,9 @@ def show_cliff(s: Parts) -> None:
         f"""All but "preempted" leave out the first half of the admissions and the end, when nobody
         waits. "Again" is tokens prefilled again over tokens prefilled first. Its onset is a cliff
         for long answers: at 400, 425, 450 and 500 it is {cliff}% (medians of ten draws); chat
-        slides, {slope}%. The cost is a step down: of the best tok/s with
-        nothing kept free 500 lose {LOSS["long"].least} to {LOSS["long"].most}% in long and
-        {LOSS["chat"].least} to {LOSS["chat"].most}% in chat, and more would lose little more."""
+        slides, {slope}%. The cost is a step down: of the best tok/s with nothing kept free 500 lose
+        {LOSS["long"].least} to {LOSS["long"].most}% in long and {LOSS["chat"].least} to
+        {LOSS["chat"].most}% in chat, and more would lose little more."""
     )
     say(
         f"""It begins near 90% of the pool on average, for "held" swings (by {SWING.least} to
