@@ -1,11 +1,10 @@
 #!/usr/bin/env python3
 """m02: KV cache memory and paged attention.
 
-To generate a token, a transformer attends to the keys and values of all the tokens before it. A
-server keeps them instead of computing them again: the KV cache. The weights are read once a step,
-for all sequences together; KV belongs to one sequence and grows with every token. So once the
-weights are loaded, KV memory bounds how many sequences run at once. Six blocks build that argument,
-up to what the bound is worth. Their formulas:
+To generate a token, a transformer attends to the keys and values of all tokens before it. A server
+keeps them instead of computing them again: the KV cache. One read of the weights serves every
+sequence of a step. KV belongs to one sequence, and grows with each of its tokens. So, once the
+weights are loaded, KV memory bounds how many sequences run at once.
 
     1  KV of a token    2 x layers x KV heads x head_dim x bytes a value
     2  slots            KV budget // (tokens reserved x KV of a token)
@@ -18,19 +17,20 @@ up to what the bound is worth. Their formulas:
 Read it from top to bottom (a page is what vLLM calls a block, its size the block_size):
 
     constants and workload   the model, the card, the tiers, and 4,000 seeded requests
-    the harness              how a block of the lesson is registered, run and shown
     1 What a token costs     kv_bytes_per_token
     2 Contiguous allocation  contiguous: how many slots
-    3 Paged allocation       PagePool: allocate, append (with copy-on-write), fork, release; paged
-    4 Sharing a prefix       shared_prefix: fork, then append; expected_saving
-    5 Fetch or recompute     break_even, from flop_per_token
-    6 Preemption             serve: admit, generate, finish, grow or preempt the newest
+    3 Paged allocation       PagePool: allocate, append, fork, release; paged
+    4 Sharing a prefix       copy_on_write; shared_prefix; expected_saving
+    5 Fetch or recompute     break_even
+    6 Preemption             Scheduler.step: those that run, those that wait, generate; serve
     assembly and parts       the blocks wired together; every mechanism by name, for a REPL
 
-There the lesson ends. What follows holds it to its word, and to yours:
+There the lesson ends. What follows serves it, and holds it to its word:
 
+    printing                 a lesson's text, its tables
+    the quick scheduler      the decisions of Scheduler, fast enough for millions of tokens
     verify                   every claim derived a second time, and every mechanism graded
-    your own model           what a config.json says of KV
+    your own model           what a config.json says of KV, and a deployment sized from it
     predict                  six questions to answer before reading
     arguments                what each parameter may be; here the bare mechanisms get their guard
     command line             no argument, --block N, --quiet, --verify, --model FILE, --predict
@@ -56,13 +56,17 @@ from functools import partial, wraps
 from itertools import accumulate, count, islice
 from typing import Any, NamedTuple, NoReturn, cast
 
+if sys.version_info < (3, 9):  # noqa: UP036 (whoever has an older one should be told so)
+    sys.exit(f"m02_kv_cache: needs Python 3.9 or newer, not {sys.version.split()[0]}")
+
 __all__ = [
     "DENSE_FLOPS_PER_GPU", "DTYPE", "GIB", "HEAD_DIM", "KV_BUDGET_GIB", "KV_HEADS", "KV_PER_TOKEN",
-    "LAYERS", "N_PARAMS", "Q_HEADS", "TIERS", "Allocation", "OutOfPages", "PagePool", "Sequence",
-    "Served", "assembly", "break_even", "budget_share", "budget_tokens", "contiguous",
-    "expected_saving", "fetch_seconds", "kv_bytes", "kv_bytes_per_token", "kv_gib", "paged",
-    "parts", "preempted_tokens", "prefixed_lengths", "recompute_seconds", "resident_tokens",
-    "seq_lengths", "serve", "shared_prefix", "shortest_fetch", "step_seconds", "verify",
+    "LAYERS", "N_PARAMS", "Q_HEADS", "TIERS", "Allocation", "OutOfPages", "PagePool", "Scheduler",
+    "Sequence", "Served", "Step", "assembly", "break_even", "budget_share", "budget_tokens",
+    "contiguous", "expected_saving", "fetch_seconds", "kv_bytes", "kv_bytes_per_token", "kv_gib",
+    "paged", "parts", "preempted_tokens", "prefixed_lengths", "recompute_seconds",
+    "resident_tokens", "ridge_tokens", "seq_lengths", "serve", "shared_prefix", "shortest_fetch",
+    "steady_rate", "step_fills", "step_seconds", "verify",
 ]  # fmt: skip
 
 # ------------------------------------------------------------------------ constants and workload
@@ -76,7 +80,6 @@ HEAD_DIM = 128
 DTYPE = 2  # bytes a value: fp16 or bf16
 Q_HEADS = 64  # what KV_HEADS would be without GQA
 N_PARAMS = 70e9
-# KV_PER_TOKEN follows from these: block 1 derives it.
 
 # What a replica, 4 x H100-80G that serve the model together, has left for KV: see block 1.
 KV_BUDGET_GIB = 172.5
@@ -112,13 +115,22 @@ def seq_lengths(n: int, seed: int = 5) -> list[tuple[int, int]]:
     return lognormal_pairs(n, seed, 6.4, 1.0)
 
 
-# ------------------------------------------------------------------------------------ the harness
+class Spread(NamedTuple):
+    """Where a figure lies that a seed decides, over many seeds: least, median, most."""
 
-Parts = dict[str, Any]  # mechanisms by name: what a block returns, and what later blocks receive
+    least: float
+    median: float
+    most: float
+
+
+# A block is one step of the lesson. Its function `bN(s, show)` receives the mechanisms of the
+# blocks before it in `s`, prints its lesson if `show`, and returns the mechanisms it is about.
+
+Parts = dict[str, Any]  # mechanisms by name
 
 
 class Block(NamedTuple):
-    """One step of the lesson: its heading, the blocks it builds on, and the function to run."""
+    """A block's number and heading, the blocks it builds on, and its function."""
 
     number: int
     title: str
@@ -133,64 +145,13 @@ BLOCKS: dict[int, Block] = {}
 def block(
     number: int, title: str, teaches: str, needs: tuple[int, ...] = ()
 ) -> Callable[[Callable[[Parts, bool], Parts]], Callable[[Parts, bool], Parts]]:
-    """Register a function `bN(s, show)` as block `number`.
-
-    A block calls its own mechanisms by their names, and those of the blocks before it through `s`.
-    With `show` it prints its lesson. Either way it returns the mechanisms it is about, by name.
-    """
+    """Register a function as block `number` of the lesson."""
 
     def register(run: Callable[[Parts, bool], Parts]) -> Callable[[Parts, bool], Parts]:
         BLOCKS[number] = Block(number, title, teaches, needs, run)
         return run
 
     return register
-
-
-def prerequisites(number: int) -> list[int]:
-    """The blocks that must run before block `number`, in order."""
-    needed: set[int] = set()
-    for need in BLOCKS[number].needs:
-        needed.update(prerequisites(need), (need,))
-    return sorted(needed)
-
-
-def collect(numbers: Iterable[int], show: bool = False, s: Parts | None = None) -> Parts:
-    """Run the blocks in the order given, each on the parts of those before it (first `s`)."""
-    gathered = dict(s or {})
-    for number in numbers:
-        if show:
-            heading(f"Block {number}. {BLOCKS[number].title}", BLOCKS[number].teaches)
-        gathered.update(BLOCKS[number].run(gathered, show))
-    return gathered
-
-
-def heading(title: str, teaches: str) -> None:
-    """Print a title between rules, its lesson under it."""
-    print(f"{'=' * 80}\n{title}\n  {teaches}\n{'-' * 80}")
-
-
-def wrapped(text: str, first: str = "  ") -> str:
-    """`text` as lines of at most 80 columns, set in as far as `first`, which starts line one."""
-    return textwrap.fill(
-        " ".join(text.split()),
-        width=80,
-        initial_indent=first,
-        subsequent_indent=" " * len(first),
-        break_on_hyphens=False,
-    )
-
-
-def say(paragraph: str) -> None:
-    """Print a paragraph of prose under what was printed last."""
-    print(f"\n{wrapped(paragraph)}")
-
-
-class Spread(NamedTuple):
-    """Where a figure lies that a seed decides: over so many seeds, from 0 on."""
-
-    least: float
-    median: float
-    most: float
 
 
 # ---------------------------------------------------------------------- block 1: what a token costs
@@ -228,43 +189,66 @@ def budget_share(gib: float, budget_gib: float = KV_BUDGET_GIB) -> float:
 
 CONTEXTS = (1024, 4096, 32_768, 131_072)
 
-GPUS, GPU_GIB = 4, 79.65  # a replica's cards, and what each of them shows of its 80 GB
+# The budget's derivation. An H100 shows 79.65 GiB in nvidia-smi, and 79.11 to a program (vLLM's
+# issue 27508), of which vLLM 0.33 uses 92% by default.
+GPUS, GPU_GIB, RUNTIME_GIB, UTILIZATION = 4, 79.65, 79.11, 0.92
+WEIGHTS_GIB = N_PARAMS * DTYPE / GIB
+REST_GIB = GPUS * GPU_GIB - WEIGHTS_GIB - KV_BUDGET_GIB  # a remainder: assumed, not measured
+
+LESSON_1 = """
+  2 (K and V) x {LAYERS} layers x {KV_HEADS} kv-heads x {HEAD_DIM} head-dim x {DTYPE} B
+  = {KV_PER_TOKEN:,} B/token = {token_kib:.0f} KiB per token
+
+{contexts}
+
+Every layer computes a key and a value vector of each token. Every later token attends to both, so
+a server keeps them for as long as the sequence runs.
+
+Four H100s serve this model together: a replica. What is left of their memory for KV is the budget.
+vLLM's default is stricter than the lesson's:
+
+{budget}
+
+"The rest" is activations (the values inside a forward pass), CUDA graphs (recorded launches) and
+communication buffers. It is assumed: nobody measured it for this lesson.
+
+Grouped-query attention (GQA) lets {heads_of_a_group} query heads share one KV head. Without it a
+token would cost {without_gqa_kib:,} KiB, {gqa}x as much. That is a what-if: Llama-2 70B has
+{KV_HEADS} KV heads too. For another model, --model config.json prints these sizes.
+"""
 
 
 @block(1, "What a token costs", "the one number the whole design follows from")
 def b1(s: Parts, show: bool) -> Parts:
-    """Price a token, then contexts."""
+    """Price a token, then contexts; derive the budget."""
     if show:
-        print(
-            f"  2 (K and V) x {LAYERS} layers x {KV_HEADS} kv-heads"
-            f" x {HEAD_DIM} head-dim x {DTYPE} B"
-        )
-        print(f"  = {KV_PER_TOKEN:,} B/token = {KV_PER_TOKEN / 1024:.0f} KiB per token\n")
-        print("     context   KV per sequence   % of a replica")
-        for context in CONTEXTS:
-            gib = kv_gib(context)
-            print(f"{context:>12,}{gib:>15.2f} GiB{budget_share(gib):>17.1%}")
-        say(
-            f"""A layer computes a key and a value vector of each token, and every later token
-            attends to them; so they are kept, in every layer. As long as its sequence runs, a token
-            occupies {KV_PER_TOKEN // 1024} KiB. {1 / budget_share(kv_gib(131_072)):.1f} requests of
-            128k tokens fill the replica's KV budget, whatever its GPUs could still compute."""
-        )
-        visible, weights = GPUS * GPU_GIB, N_PARAMS * DTYPE / GIB
-        rest = visible - weights - KV_BUDGET_GIB
-        say(
-            f"""That budget, {KV_BUDGET_GIB} GiB, is given: {GPUS} x H100 show {visible:.1f} GiB and
-            fp16 weights take {weights:.1f}, so {rest:.1f} are left for activations, CUDA graphs and
-            communication buffers. vLLM by default uses 92% of each card; with the same {rest:.1f}
-            it would have {0.92 * visible - weights - rest:.1f} for KV."""
-        )
         without_gqa = kv_bytes_per_token(LAYERS, Q_HEADS, HEAD_DIM, DTYPE)
-        say(
-            f"""GQA is why it is not worse: with a KV head for each of the {Q_HEADS} query heads a
-            token would cost {without_gqa // 1024:,} KiB, {without_gqa // KV_PER_TOKEN}x as much.
-            (A what-if: Llama-2 70B has {KV_HEADS} KV heads too.) For another model, --model
-            config.json prints these sizes, also where less than two vectors of every token are kept
-            for each head."""
+        tell(
+            LESSON_1,
+            contexts=table(
+                "     context   KV per sequence   % of a replica",
+                "{:>12,}{:>15.2f} GiB{:>17.1%}",
+                ((n, kv_gib(n), budget_share(kv_gib(n))) for n in CONTEXTS),
+            ),
+            budget=table(
+                "                                     the lesson   vLLM's default",
+                "  {:<34}{:>13}{:>17}",
+                [
+                    (
+                        "cards x GiB that each shows",
+                        f"{GPUS} x {GPU_GIB}",
+                        f"{GPUS} x {RUNTIME_GIB}",
+                    ),
+                    ("x the share that is used", "1.00", f"{UTILIZATION:.2f}"),
+                    ("- weights, 70e9 x 2 bytes", *[f"{WEIGHTS_GIB:.1f}"] * 2),
+                    ("- the rest (assumed)", *[f"{REST_GIB:.1f}"] * 2),
+                    ("= KV budget, GiB", f"{KV_BUDGET_GIB:.1f}", f"{default_budget_gib():.1f}"),
+                ],
+            ),
+            token_kib=KV_PER_TOKEN / 1024,
+            heads_of_a_group=Q_HEADS // KV_HEADS,
+            without_gqa_kib=without_gqa // 1024,
+            gqa=without_gqa // KV_PER_TOKEN,
         )
     return {
         "kv_bytes_per_token": kv_bytes_per_token,
@@ -274,30 +258,12 @@ def b1(s: Parts, show: bool) -> Parts:
     }
 
 
+def default_budget_gib() -> float:
+    """The KV budget with vLLM's default utilization and the lesson's rest, in GiB."""
+    return GPUS * RUNTIME_GIB * UTILIZATION - WEIGHTS_GIB - REST_GIB
+
+
 # ------------------------------------------------------------------ block 2: contiguous allocation
-
-
-class Allocation(NamedTuple):
-    """How far an allocator got through a workload; all three allocators return one."""
-
-    batch: int  # sequences admitted
-    held_tokens: int  # tokens of memory reserved or allocated for them
-    logical_tokens: int  # prompt + output tokens of all of them, as if nothing were shared
-    misfits: int = 0  # admitted sequences that are longer than what is reserved for each
-
-    @property
-    def waste(self) -> float:
-        """Share of the held memory that the admitted tokens do not need (0.0 if none is held).
-
-        It is negative when they need more than is held: because tokens are shared (block 4), or
-        because sequences do not fit what was reserved for them (block 2).
-        """
-        return 1 - self.logical_tokens / self.held_tokens if self.held_tokens else 0.0
-
-    @property
-    def saved(self) -> float:
-        """Share of the logical tokens that need no memory, being shared (block 4)."""
-        return 1 - self.held_tokens / self.logical_tokens if self.logical_tokens else 0.0
 
 
 def budget_tokens(budget_gib: float = KV_BUDGET_GIB, kv_per_token: int = KV_PER_TOKEN) -> int:
@@ -323,7 +289,7 @@ def contiguous(
     request takes one whatever its length, even one that does not fit it: `misfits` counts those.
 
     >>> contiguous([(600, 200), (900, 400), (100, 100)], 1024, budget_gib=1, kv_per_token=2**19)
-    Allocation(batch=2, held_tokens=2048, logical_tokens=2100, misfits=1)
+    <Allocation: batch 2, 2,048 tokens held for 2,100, -2.5% wasted, 1 too long>
     """
     slots = budget_tokens(budget_gib, kv_per_token) // reserve
     lengths = [prompt + output for prompt, output in islice(requests, slots)]
@@ -331,7 +297,57 @@ def contiguous(
     return Allocation(len(lengths), len(lengths) * reserve, sum(lengths), misfits)
 
 
+class Allocation(NamedTuple):
+    """How far an allocator got through a workload; all three allocators return one."""
+
+    batch: int  # sequences admitted
+    held_tokens: int  # tokens of memory reserved or allocated for them
+    logical_tokens: int  # prompt + output tokens of all of them, as if nothing were shared
+    misfits: int = 0  # admitted sequences that are longer than what is reserved for each
+
+    @property
+    def waste(self) -> float:
+        """Share of the held memory that the admitted tokens do not need (0.0 if none is held).
+
+        Negative if they need more than is held: some are shared, or do not fit their slot.
+        """
+        return 1 - self.logical_tokens / self.held_tokens if self.held_tokens else 0.0
+
+    @property
+    def saved(self) -> float:
+        """Share of the logical tokens that need no memory, being shared (block 4)."""
+        return 1 - self.held_tokens / self.logical_tokens if self.logical_tokens else 0.0
+
+    def __repr__(self) -> str:
+        too_long = f", {self.misfits} too long" if self.misfits else ""
+        return (
+            f"<Allocation: batch {self.batch:,}, {self.held_tokens:,} tokens held for"
+            f" {self.logical_tokens:,}, {self.waste:.1%} wasted{too_long}>"
+        )
+
+
 WASTE_AT_8192 = Spread(0.779, 0.839, 0.888)  # seeds 0 to 199 of seq_lengths(4000)
+
+LESSON_2 = """
+{sweep}
+
+A slot is the memory reserved for one sequence, prompt and answer together. The allocator reserves
+the longest length it allows, because nobody knows how long an answer will get.
+
+(One draw of the workload decides the waste: at 8,192 it is {WASTE_AT_8192.least:.1%} to
+{WASTE_AT_8192.most:.1%} over seeds 0 to 199.)
+
+Small slots look better than they are. The table admits a sequence whether or not it fits its slot:
+
+{misfits}
+
+A server with small slots would refuse those prompts or cut those answers off. Slots of 512 tokens
+"waste" {small.waste:.0%}: their sequences need {overfull:.2f}x the memory that is there.
+
+Three kinds of waste have names. Reserved memory waits for tokens still to come. Internal waste
+will never hold a token. External waste is free, but in holes too small for anybody. The table
+counts each sequence at its final length, so it shows internal waste.
+"""
 
 
 @block(2, "Contiguous allocation", "reserve max_tokens per sequence and watch it evaporate", (1,))
@@ -340,40 +356,24 @@ def b2(s: Parts, show: bool) -> Parts:
     if show:
         requests, gib = seq_lengths(4000), s["kv_gib"]
         sweep = {reserve: contiguous(requests, reserve) for reserve in (2048, 4096, 8192, 32_768)}
-        print("     reserve   batch    reserved   actually used   wasted")
-        for reserve, row in sweep.items():
-            print(
-                f"{reserve:>12,}{row.batch:>8}{gib(row.held_tokens):>9.1f} GiB"
-                f"{gib(row.logical_tokens):>13.1f} GiB{row.waste:>9.1%}"
-            )
-        misfits = "; ".join(
-            f"{row.misfits} of {row.batch} ({row.misfits / row.batch:.0%}) at {reserve:,}"
-            for reserve, row in sweep.items()
-        )
         small = contiguous(requests, 512)
-        say(
-            f"""A reservation is for prompt and answer together. The table flatters small ones, for
-            a sequence is admitted whether or not it fits. Longer than what is reserved for them are
-            {misfits}. At 512 tokens the "waste" is {small.waste:.0%}: the {small.batch:,} admitted
-            need {small.logical_tokens / small.held_tokens:.2f}x the memory that is there."""
-        )
-        cut = {
-            reserve: contiguous([(min(sum(pair), reserve), 0) for pair in requests], reserve)
-            for reserve in (512, *sweep)
-        }
-        wasted = ", ".join(f"{row.waste:.1%} at {reserve:,}" for reserve, row in cut.items())
-        say(
-            f"""Cut off at the reservation, sequences leave unused: {wasted}. A large reservation is
-            mostly empty, and a small one cuts answers off or refuses prompts. (One draw: over seeds
-            0 to 199 the table's 8,192 wastes {WASTE_AT_8192.least:.1%} to
-            {WASTE_AT_8192.most:.1%}.)"""
-        )
-        rest = KV_BUDGET_GIB - gib(sweep[32_768].held_tokens)
-        say(
-            f"""Three wastes, by their names: reserved is what waits for tokens still to come,
-            internal what no token will ever use, external what is free in holes too small for
-            anybody. The table counts each sequence at its final length, so what it shows is
-            internal; and slots of one size leave only a rest ({rest:.1f} GiB at 32,768)."""
+        tell(
+            LESSON_2,
+            sweep=table(
+                "     reserve   batch    reserved   actually used   wasted",
+                "{:>12,}{:>8}{:>9.1f} GiB{:>13.1f} GiB{:>9.1%}",
+                (
+                    (reserve, row.batch, gib(row.held_tokens), gib(row.logical_tokens), row.waste)
+                    for reserve, row in sweep.items()
+                ),
+            ),
+            misfits=table(
+                "     reserve   too long for it",
+                "{:>12,}{:>10} of {}",
+                ((reserve, row.misfits, row.batch) for reserve, row in sweep.items()),
+            ),
+            small=small,
+            overfull=small.logical_tokens / small.held_tokens,
         )
     return {
         "seq_lengths": seq_lengths,
@@ -397,7 +397,7 @@ class OutOfPages(Exception):
 class Sequence:
     """One sequence's block table: the pages that hold its tokens, in the order of the tokens.
 
-    Token i lives in page `table[i // page_tokens]`, at slot `i % page_tokens`. Made by a PagePool,
+    Token i lives in page `table[i // page_tokens]`, at place `i % page_tokens`. Made by a PagePool,
     and only its pool may change it.
     """
 
@@ -409,40 +409,87 @@ class Sequence:
         self.tokens = tokens
 
     def __repr__(self) -> str:
-        return f"<Sequence tokens={self.tokens} table={self.table}>"
-
-    def __reduce__(self) -> NoReturn:
-        # A copy would hold pages that nobody has counted.
-        raise TypeError("sequence cannot be copied; fork it")
+        if self.pool is None:
+            return "<Sequence released>"
+        return f"<Sequence of {self.tokens:,} tokens in pages {self.table}>"
 
 
 class PagePool:
     """KV memory as pages of `page_tokens` tokens: a free list, reference counts, block tables.
 
     A sequence holds ceil(tokens / page_tokens) pages, anywhere in the pool: its block table says
-    where. A page may stand in the tables of several sequences; it is free again when the last of
-    them lets go of it (Kwon et al. 2023, sections 4.2 to 4.4). vLLM's pool today counts references
-    in the same way, but for plain attention shares full pages only, and so need not copy one.
+    where. A page may stand in the tables of several sequences. It is free again when the last of
+    them lets go of it (Kwon et al. 2023, sections 4.2 to 4.4).
 
     `pages` and `page_tokens` are its size, `free` and `held` count its pages. Each call does all of
     its work or, when it refuses (OutOfPages, ValueError, TypeError), nothing.
 
     >>> pool = PagePool(pages=8, page_tokens=16)
-    >>> parent = pool.allocate(40)
-    >>> child = pool.fork(parent, 40)
-    >>> pool.append(child, 1)
-    >>> parent.table, child.table, pool.held, pool.free
-    ([0, 1, 2], [0, 1, 3], 4, 4)
+    >>> a = pool.allocate(20)
+    >>> pool.append(a, 13)
+    >>> a, pool
+    (<Sequence of 33 tokens in pages [0, 1, 2]>, <PagePool: 3 of 8 pages held, 16 tokens each>)
     """
 
     def __init__(self, pages: int, page_tokens: int = 16) -> None:
-        self.pages = whole("pages", pages, least=1)
-        self.page_tokens = whole("page_tokens", page_tokens, least=1)
-        self.free = self.pages
-        # A page that was never used joins the free list when it is needed, so that a pool of any
-        # size costs nothing. A free page keeps a count of 1, for whoever takes it.
-        self._free_list: list[int] = []
-        self._ref_counts: list[int] = []  # of each page used so far
+        self.pages = pages
+        self.page_tokens = page_tokens
+        self.free_list = list(reversed(range(pages)))  # the next page to be taken is the last
+        self.sharers = [0] * pages  # how many block tables hold a page, beyond the first one
+
+    def allocate(self, tokens: int) -> Sequence:
+        """A new sequence of `tokens` tokens, on pages of its own; or OutOfPages."""
+        return Sequence(self, self.take(pages_for(tokens, self.page_tokens)), tokens)
+
+    def append(self, sequence: Sequence, n: int = 1) -> None:
+        """Write `n` more tokens at the end of `sequence`; or OutOfPages.
+
+        A page is taken only when the last one is full. If the last one is shared and has room, it
+        is copied first (block 4).
+        """
+        table = sequence.table
+        room = len(table) * self.page_tokens - sequence.tokens  # in the last page
+        copies = n > 0 and room > 0 and self.sharers[table[-1]] > 0
+        if n > room or copies:
+            pages = pages_for(sequence.tokens + n, self.page_tokens) - len(table)
+            taken = self.take(pages + copies)
+            if copies:
+                copy_on_write(self, sequence, taken.pop())
+            table += taken
+        sequence.tokens += n
+
+    def fork(self, sequence: Sequence, tokens: int) -> Sequence:
+        """A new sequence that shares the first `tokens` tokens of `sequence`. Copies nothing."""
+        table = sequence.table[: pages_for(tokens, self.page_tokens)]
+        for page in table:
+            self.sharers[page] += 1
+        return Sequence(self, table, tokens)
+
+    def release(self, sequence: Sequence) -> None:
+        """End `sequence`: the pages that no other table holds are free again."""
+        table, shared = sequence.table, 0
+        for page in table:
+            if not self.sharers[page]:
+                break  # forks share from the start of a table: from here on all are its own
+            self.sharers[page] -= 1
+            shared += 1
+        self.free_list += reversed(table[shared:])
+        sequence.pool, sequence.table, sequence.tokens = None, [], 0
+
+    def take(self, n: int) -> list[int]:
+        """n pages off the end of the free list; or OutOfPages."""
+        kept = self.free - n
+        if kept < 0:
+            raise OutOfPages(f"{n:,} pages needed, {self.free:,} of {self.pages:,} free")
+        taken = self.free_list[kept:]
+        del self.free_list[kept:]
+        taken.reverse()
+        return taken
+
+    @property
+    def free(self) -> int:
+        """How many pages nobody holds."""
+        return len(self.free_list)
 
     @property
     def held(self) -> int:
@@ -451,82 +498,13 @@ class PagePool:
 
     def references(self, page: int) -> int:
         """In how many block tables `page` stands (0: it is free)."""
-        page = whole("page", page, most=self.pages - 1)
-        free = page >= len(self._ref_counts) or page in self._free_list
-        return 0 if free else self._ref_counts[page]
+        return 0 if page in self.free_list else 1 + self.sharers[page]
 
-    def allocate(self, tokens: int) -> Sequence:
-        """A new sequence of `tokens` tokens, on pages of its own; or OutOfPages."""
-        if tokens.__class__ is not int or not 0 <= tokens <= MANY:
-            tokens = whole("tokens", tokens)
-        return Sequence(self, self._take(pages_for(tokens, self.page_tokens)), tokens)
-
-    def append(self, sequence: Sequence, n: int = 1) -> None:
-        """Write `n` more tokens at the end of `sequence`; or OutOfPages.
-
-        A page is taken only when the last one is full. If the last one has room but is shared, it
-        is copied first, and the copy is written: copy-on-write. (Only tables and counts are kept
-        here; an engine copies the page's K and V too.)
-        """
-        if n.__class__ is not int or not 0 <= n <= MANY:
-            n = whole("n", n)
-        if getattr(sequence, "pool", None) is not self:
-            refuse(sequence)
-        table = sequence.table
-        room = len(table) * self.page_tokens - sequence.tokens  # in the last page
-        copies = 1 if n and room and self._ref_counts[table[-1]] > 1 else 0
-        if n > room or copies:
-            needed = pages_for(sequence.tokens + n, self.page_tokens)
-            taken = self._take(needed - len(table) + copies)
-            if copies:  # the first of the pages taken replaces the shared one
-                self._ref_counts[table.pop()] -= 1
-            table += taken
-        sequence.tokens += n
-
-    def fork(self, sequence: Sequence, tokens: int) -> Sequence:
-        """A new sequence that shares the first `tokens` tokens of `sequence`. Copies nothing."""
-        if getattr(sequence, "pool", None) is not self:
-            refuse(sequence)
-        tokens = whole("tokens", tokens, most=sequence.tokens)
-        table = sequence.table[: pages_for(tokens, self.page_tokens)]
-        for page in table:
-            self._ref_counts[page] += 1
-        return Sequence(self, table, tokens)
-
-    def release(self, sequence: Sequence) -> None:
-        """End `sequence`: the pages that no other table holds are free again."""
-        if getattr(sequence, "pool", None) is not self:
-            refuse(sequence)
-        shared = 0
-        for page in sequence.table:
-            if self._ref_counts[page] == 1:
-                break  # forks share from the start of a table: all from here on are its own
-            self._ref_counts[page] -= 1
-            shared += 1
-        private = sequence.table[shared:] if shared else sequence.table
-        self._free_list += private
-        self.free += len(private)
-        sequence.pool, sequence.table, sequence.tokens = None, [], 0
-
-    def _take(self, n: int) -> list[int]:
-        """n pages off the end of the free list; or OutOfPages."""
-        if n > self.free:
-            raise OutOfPages(f"{n:,} pages needed, {self.free:,} of {self.pages:,} free")
-        missing = n - len(self._free_list)
-        if missing > 0:
-            used = len(self._ref_counts)
-            longer = [*range(used, used + missing), *self._free_list]
-            self._ref_counts += [1] * missing
-            self._free_list = longer
-        kept = len(self._free_list) - n
-        taken = self._free_list[kept:]
-        del self._free_list[kept:]
-        self.free -= n
-        return taken
-
-    def __reduce__(self) -> NoReturn:
-        # A copy would hold pages of sequences that belong to this one.
-        raise TypeError("pool cannot be copied")
+    def __repr__(self) -> str:
+        return (
+            f"<PagePool: {self.held:,} of {self.pages:,} pages held,"
+            f" {self.page_tokens:,} tokens each>"
+        )
 
 
 def paged(
@@ -541,7 +519,7 @@ def paged(
     last page: about half a page on average, a page less one token at most.
 
     >>> paged([(605, 190), (900, 300), (100, 100)], 16, budget_gib=1, kv_per_token=2**19)
-    Allocation(batch=2, held_tokens=2000, logical_tokens=1995, misfits=0)
+    <Allocation: batch 2, 2,000 tokens held for 1,995, 0.2% wasted>
     """
     pages = budget_tokens(budget_gib, kv_per_token) // page_tokens
     if not pages:
@@ -556,69 +534,102 @@ def paged(
     return Allocation(len(lengths), pool.held * page_tokens, sum(lengths))
 
 
-def trace(call: str, sequence: Sequence, pool: PagePool, remark: str) -> None:
-    """Print what a call on a small pool left behind."""
-    held = f"{pool.held} of {pool.pages} held"
-    print(f"    {call:<18} table {sequence.table!s:<13} {held}   {remark}")
-
-
 BATCH_IN_PAGES = Spread(378, 422, 470)  # seeds 0 to 199 of seq_lengths(4000), pages of 16 tokens
 PAGES_OVER_8192 = Spread(5.5, 6.1, 6.8)  # over the batch with 8,192 reserved, same seeds
+
+LESSON_3 = """
+A pool of 8 pages, 16 tokens each, and a sequence a that grows:
+
+{story}
+  Token 37 of a lives in page table[37 // 16] = {page}, at place 37 % 16 = {place}.
+
+The workload on the whole budget:
+
+{sweep}
+
+Any free page is as good as any other, as in virtual memory. So nothing is external waste. Internal
+waste is the empty end of each last page: {empty:.1f} tokens of 16 here, on average, and never a
+whole page.
+
+Pages of 16 hold {usual.batch} sequences where reserving 8,192 tokens holds {baseline.batch}.
+(Over seeds 0 to 199: {BATCH_IN_PAGES.least} to {BATCH_IN_PAGES.most}, or {PAGES_OVER_8192.least}x
+to {PAGES_OVER_8192.most}x as many.)
+
+Why 16? Pages of one token admit only {finer} more. In 2023 a kernel (a program on the GPU) read
+smaller pages too slowly (Kwon et al., section 7.2). Today the attention kernel decides: FlashMLA
+wants 64 tokens, CUTLASS-MLA 128. SGLang measured pages of 1 within 3% of 16 (pull request 8593).
+
+This table knows each final length, as no server does. An oracle could pack {fine.batch} without
+pages. What pages really add is that nobody need know: a sequence takes a page when it needs one.
+Block 6 runs such a server.
+"""
 
 
 @block(3, "Paged allocation", "the same idea as virtual memory, and the same payoff", (2,))
 def b3(s: Parts, show: bool) -> Parts:
     """A sequence growing on a small pool, then the page sizes on the workload."""
     if show:
-        pool = PagePool(pages=8, page_tokens=16)
-        print("  A pool of 8 pages, 16 tokens each, and a sequence a that grows:")
+        pool, story = PagePool(pages=8, page_tokens=16), []
         a = pool.allocate(20)
-        trace("a = allocate(20)", a, pool, "two pages")
+        story.append(traced("a = allocate(20)", a, pool, "two pages"))
         b = pool.allocate(16)
-        trace("b = allocate(16)", b, pool, "somebody else's page")
+        story.append(traced("b = allocate(16)", b, pool, "somebody else's page"))
         pool.append(a, 12)
-        trace("append(a, 12)", a, pool, "the last page had room")
+        story.append(traced("append(a, 12)", a, pool, "the last page had room"))
         pool.append(a, 6)
-        trace("append(a, 6)", a, pool, "a page, anywhere")
+        story.append(traced("append(a, 6)", a, pool, "a page, anywhere"))
         pool.release(b)
-        trace("release(b)", b, pool, "free for anybody")
-        page, slot = a.table[37 // pool.page_tokens], 37 % pool.page_tokens
-        print(f"  Token 37 of a lives in page table[37 // 16] = {page}, at slot 37 % 16 = {slot}.")
-        print("\n  The workload on the whole budget:")
+        story.append(traced("release(b)", b, pool, "free for anybody"))
         requests, gib = s["seq_lengths"](4000), s["kv_gib"]
         baseline = s["contiguous"](requests, 8192)
         sweep = {page: paged(requests, page) for page in (1, 8, 16, 32, 128)}
-        print("    page size   batch  pages held  internal waste  vs contiguous")
-        for page, row in sweep.items():
-            print(
-                f"{page:>11} t{row.batch:>8}{gib(row.held_tokens):>9.1f} GiB"
-                f"{row.waste:>16.2%}{row.batch / baseline.batch:>14.1f}x"
-            )
         fine, usual = sweep[1], sweep[16]
-        empty = (usual.held_tokens - usual.logical_tokens) / usual.batch
-        say(
-            f"""Contiguous is an 8,192-token reservation here, which holds {baseline.batch}; over
-            seeds 0 to 199 pages of 16 hold {BATCH_IN_PAGES.least:.0f} to {BATCH_IN_PAGES.most:.0f},
-            {PAGES_OVER_8192.least}x to {PAGES_OVER_8192.most}x as many. Any free page is as good as
-            any other, as in virtual memory. What is left of the waste is the empty end of each last
-            page: {empty:.1f} tokens of 16 on average here, at most a page less one token."""
-        )
-        saved, entries = fine.batch - usual.batch, usual.held_tokens // 16
-        say(
-            f"""Why 16? Pages of one token admit {saved} more, and their tables would still be small
-            ({fine.held_tokens:,} entries of 4 bytes, against {entries:,}). But smaller pages read
-            too little at a time to keep a GPU busy, and larger ones waste more and share less (Kwon
-            et al., section 7.2). vLLM's default is 16, TensorRT-LLM's 32; SGLang has shipped 1."""
-        )
-        say(
-            f"""But paged is told each final length, as no server is; with the same oracle and no
-            holes contiguous memory would admit {fine.batch}. What pages really add is that nobody
-            need know: a sequence takes a page when it needs one. Block 6 runs such a server."""
+        tell(
+            LESSON_3,
+            story="\n".join(story),
+            page=a.table[37 // pool.page_tokens],
+            place=37 % pool.page_tokens,
+            sweep=table(
+                "    page size   batch  pages held  internal waste  vs contiguous",
+                "{:>11} t{:>8}{:>9.1f} GiB{:>16.2%}{:>14.1f}x",
+                (
+                    (page, row.batch, gib(row.held_tokens), row.waste, row.batch / baseline.batch)
+                    for page, row in sweep.items()
+                ),
+            ),
+            empty=(usual.held_tokens - usual.logical_tokens) / usual.batch,
+            finer=fine.batch - usual.batch,
+            usual=usual,
+            fine=fine,
+            baseline=baseline,
         )
     return {"PagePool": PagePool, "OutOfPages": OutOfPages, "paged": paged}
 
 
+def traced(call: str, sequence: Sequence, pool: PagePool, remark: str) -> str:
+    """A line that says what a call on a small pool left behind."""
+    held = f"{pool.held} of {pool.pages} held"
+    return f"    {call:<18} table {sequence.table!s:<13} {held}   {remark}"
+
+
 # ----------------------------------------------------------------------- block 4: sharing a prefix
+
+
+def copy_on_write(pool: PagePool, sequence: Sequence, copy: int) -> None:
+    """Write on in a page `copy` of one's own: `append` calls this before it writes a shared page.
+
+    Only tables and counts are kept here; an engine also copies the K and V. vLLM has no such copy
+    for plain attention: it shares full pages only, and nobody writes to a full page.
+
+    >>> pool = PagePool(pages=8, page_tokens=16)
+    >>> parent = pool.allocate(40)
+    >>> child = pool.fork(parent, 40)
+    >>> pool.append(child, 1)
+    >>> parent.table, child.table
+    ([0, 1, 2], [0, 1, 3])
+    """
+    pool.sharers[sequence.table[-1]] -= 1  # leave the shared page to the others
+    sequence.table[-1] = copy
 
 
 def prefixed_lengths(n: int, prefix: int, seed: int = 9) -> list[tuple[int, int]]:
@@ -642,15 +653,12 @@ def shared_prefix(
     A request shares min(prefix, prompt) tokens: a prompt shorter than the prefix is taken to be the
     start of it. The rest is its own. The prefix is stored first and stays, whoever shares it.
 
-    Where a request's own tokens start in the middle of a shared page, they are counted on a fresh
-    page. With `copy_on_write` the sequence copies the shared page and writes on, as the paper does
-    (section 4.4); vLLM, which for plain attention shares full pages only, prefills the rest of that
-    page again and so holds as many. Either takes as many pages as the default or one more per
-    sequence.
+    A request's own tokens start on a fresh page, even if the shared ones end within a page. With
+    `copy_on_write` the sequence copies that page and writes on, as the paper does (section 4.4).
 
     >>> requests = [(40, 8), (30, 0), (40, 8)]
-    >>> shared_prefix(requests, 40, page_tokens=16, budget_gib=1, kv_per_token=2**23)
-    Allocation(batch=3, held_tokens=80, logical_tokens=126, misfits=0)
+    >>> shared_prefix(requests, 40, page_tokens=16, budget_gib=1, kv_per_token=2**23).held_tokens
+    80
     """
     pages = budget_tokens(budget_gib, kv_per_token) // page_tokens
     if not pages or pages_for(prefix, page_tokens) > pages:
@@ -688,54 +696,78 @@ def expected_saving(n: int, prefix: int, private: float = MEAN_PRIVATE) -> float
 
 
 SAVED_BEHIND_4096 = Spread(0.835, 0.866, 0.890)  # seeds 0 to 199 of prefixed_lengths(64, 4096)
-EXTRA_BEHIND_4096 = Spread(6.0, 7.5, 9.1)  # naive over shared, same seeds
+
+LESSON_4 = """
+A pool of 8 pages, 16 tokens each; b shares 40 tokens of a:
+
+{story}
+
+Forking copies nothing. Only a write to a shared page copies it: copy-on-write.
+
+64 requests with a common prefix, counted token by token:
+
+{sweep}
+
+"Extra batch" is naive KV divided by shared KV: how many such groups fit where one would fit
+without sharing. In whole pages of 16 the prefix of 4,096 takes {pages_gib:.2f} GiB, which saves
+{pages.saved:.1%}.
+
+Seed 9, the table's, is the luckiest of 2,000 draws. With a prefix of 4,096 a saving of
+{expected_4096:.1%} is to be expected. (Seeds 0 to 199: {SAVED_BEHIND_4096.least:.1%} to
+{SAVED_BEHIND_4096.most:.1%}.)
+
+More requests save more, and barely: with a prefix of 512 tokens, 64 of them save
+{expected_512:.1%} and 256 save {expected_512_of_256:.1%}. The ceiling is prefix / (prefix +
+private), where private is what a request keeps to itself: {MEAN_PRIVATE:.1f} tokens here.
+
+Sharing wins time too: 63 of 64 prefills of the prefix are not done. Attention still reads the
+prefix for every sequence in every step, unless its kernel knows that it is shared.
+
+To find a shared prefix, vLLM hashes each full page together with all before it. SGLang and
+TensorRT-LLM search a radix tree (sequences with a common start share a path). A preempted sequence
+finds its own pages in this way too, if nobody has taken them: block 6 counts that.
+"""
 
 
 @block(4, "Sharing a prefix", "copy-on-write, and where the real win is", (3,))
 def b4(s: Parts, show: bool) -> Parts:
-    """A fork and its first write on a small pool, then 64 requests behind one prefix."""
+    """A fork and its first write on a small pool, then 64 requests with one prefix."""
     if show:
-        pool = s["PagePool"](pages=8, page_tokens=16)
-        print("  A pool of 8 pages, 16 tokens each; b shares 40 tokens of a:")
+        pool, story = s["PagePool"](pages=8, page_tokens=16), []
         a = pool.allocate(40)
-        trace("a = allocate(40)", a, pool, "the prefix, once")
+        story.append(traced("a = allocate(40)", a, pool, "the prefix, once"))
         b = pool.fork(a, 40)
-        trace("b = fork(a, 40)", b, pool, "nothing copied yet")
+        story.append(traced("b = fork(a, 40)", b, pool, "nothing copied yet"))
         pool.append(b, 1)
-        trace("append(b, 1)", b, pool, "a shared page: copied")
+        story.append(traced("append(b, 1)", b, pool, "a shared page: copied"))
         pool.append(a, 1)
-        trace("append(a, 1)", a, pool, "its own page: written")
-        print("\n  64 requests with a common prefix, counted token by token:")
+        story.append(traced("append(a, 1)", a, pool, "its own page: written"))
         gib = s["kv_gib"]
-        print("    shared prefix    naive KV   shared KV    saved  extra batch")
-        for prefix in (0, 256, 1024, 4096, 16_384):
-            row = shared_prefix(prefixed_lengths(64, prefix), prefix, page_tokens=1)
-            print(
-                f"{prefix:>15,} t{gib(row.logical_tokens):>9.2f} GiB"
-                f"{gib(row.held_tokens):>9.2f} GiB{row.saved:>9.1%}"
-                f"{row.logical_tokens / row.held_tokens:>12.2f}x"
-            )
+        sweep = {
+            prefix: shared_prefix(prefixed_lengths(64, prefix), prefix, page_tokens=1)
+            for prefix in (0, 256, 1024, 4096, 16_384)
+        }
         pages = shared_prefix(prefixed_lengths(64, 4096), 4096)
-        say(
-            f"""Counted as the pool does, in whole 16-token pages, it is a little more: at 4,096 it
-            is {gib(pages.held_tokens):.2f} GiB, which saves {pages.saved:.1%}. "Extra batch" is
-            naive over shared: how many such groups, each sharing a prefix of its own, fit where one
-            fits without sharing."""
-        )
-        say(
-            f"""The draw is a lucky one. A request keeps {MEAN_PRIVATE:.1f} tokens to itself on
-            average, so {expected_saving(64, 4096):.1%} is to be expected behind 4,096; seeds 0 to
-            199 give {SAVED_BEHIND_4096.least:.1%} to {SAVED_BEHIND_4096.most:.1%}, and
-            {EXTRA_BEHIND_4096.least}x to {EXTRA_BEHIND_4096.most}x. More requests save more, and
-            barely: behind 512 tokens expect {expected_saving(64, 512):.1%} of 64 and
-            {expected_saving(256, 512):.1%} of 256. The ceiling is prefix / (prefix + private)."""
-        )
-        say(
-            """Time is won too: of 64 prefills of the prefix 63 are not done. To find a shared
-            prefix, vLLM hashes each full page together with all before it; SGLang and TensorRT-LLM
-            search a radix tree. What is shared is memory: attention still reads the prefix for
-            every sequence in every step, unless its kernel knows about the sharing too."""
-        )
+        tell(
+            LESSON_4,
+            story="\n".join(story),
+            sweep=table(
+                "    shared prefix    naive KV   shared KV    saved  extra batch",
+                "{:>15,} t{:>9.2f} GiB{:>9.2f} GiB{:>9.1%}{:>12.2f}x",
+                (
+                    (
+                        prefix, gib(row.logical_tokens), gib(row.held_tokens), row.saved,
+                        row.logical_tokens / row.held_tokens,
+                    )
+                    for prefix, row in sweep.items()
+                ),
+            ),
+            pages=pages,
+            pages_gib=gib(pages.held_tokens),
+            expected_4096=expected_saving(64, 4096),
+            expected_512=expected_saving(64, 512),
+            expected_512_of_256=expected_saving(256, 512),
+        )  # fmt: skip
     return {
         "prefixed_lengths": prefixed_lengths,
         "shared_prefix": shared_prefix,
@@ -779,7 +811,8 @@ def recompute_seconds(
     """Seconds to prefill `prefix` tokens again on `tp` GPUs of `flops_per_gpu` FLOP/s each.
 
     A token costs 2 FLOP per parameter; `attention` adds what depends on the tokens before it, from
-    layers, q_heads and head_dim. `mfu` is the share of the peak FLOP/s that prefill reaches.
+    layers, q_heads and head_dim. `mfu` (model FLOPs utilization) is the share of the peak FLOP/s
+    that prefill reaches.
     """
     flop = prefix * flop_per_token(prefix, n_params, attention, layers, q_heads, head_dim)
     return flop / (tp * flops_per_gpu * mfu)
@@ -829,58 +862,79 @@ def shortest_fetch(gb_per_s: float) -> int:
     return fetched
 
 
+LESSON_5 = """
+TPn is a replica of n GPUs, tensor-parallel: each holds a part of every layer. A model of N
+parameters prefills at 2N FLOP a token. Fetching a token's KV takes as long as computing it at
+break-even = KV bytes a token x FLOP/s / 2N.
+
+{by_tp}
+
+{tiers}
+
+The drive's verdict needs more than {mfu_of_drive:.1%} MFU (the share of the peak FLOP/s that
+prefill reaches). Prefill hardly gets there: GPUs wait for each other's partial sums, and clocks
+fall under load. At 50% MFU the break-even is {at_half:.2f} GB/s, and the drive wins.
+
+7 GB/s is a PCIe 4 drive. A PCIe 5 drive reads 13 to 14.7 GB/s and wins at any MFU, as two striped
+PCIe 4 drives do. FP8 KV halves the break-even to {fp8:.2f} GB/s.
+
+Each tier is one link that feeds all four GPUs. If each GPU loads its part of the KV over its own
+link, the break-even of a link is {by_link:.2f} GB/s at any TP. (TP1 shows the pattern only: one
+card does not hold these weights.)
+
+The prefix length cancels, at 2N FLOP a token. Fetch time at 1 GB/s divided by recompute time is
+{bars} tokens.
+
+Attention costs more the longer the prefix, so with it the length does not cancel:
+
+{with_attention}
+
+From {shortest:,} tokens on the {drive} GB/s drive wins at the full peak too. And a fetch leaves the
+GPUs free. Block 4's 63 prefills of 4,096 tokens take {prefills:.1f} s of the replica.
+"""
+
+
 @block(5, "Fetch or recompute", "the break-even bandwidth, and it deletes a tier", (1,))
 def b5(s: Parts, show: bool) -> Parts:
     """The break-even by tensor parallelism, and what it says of each tier."""
     if show:
-        lead = """TPn is a replica of n GPUs, tensor-parallel; a model of N parameters prefills at
-            2N FLOP a token. To fetch a token takes as long as to compute it at: break-even = KV
-            bytes a token x FLOP/s / 2N."""
-        print(f"{wrapped(lead)}\n")
-        print("    config   prefill/token   break-even BW")
-        for tp in (1, 2, 4, 8):
-            per_token = recompute_seconds(1, tp=tp)
-            print(f"{f'TP{tp}':>10}{per_token * 1e6:>13.1f} us{break_even(tp=tp):>13.2f} GB/s")
-        print()
-        print("  tier                         bandwidth  vs break-even  verdict")
-        threshold = break_even()
-        for tier, gb_per_s in TIERS.items():
-            wins = fetch_seconds(1, gb_per_s) < recompute_seconds(1)
-            verdict = "use it" if wins else "SLOWER THAN RECOMPUTE"
-            print(f"  {tier:<28}{gb_per_s:>7} GB/s{gb_per_s / threshold:>14.1f}x  {verdict}")
+        threshold, drive = break_even(), TIERS["local NVMe"]
         lengths = (1, 4096, 131_072)
         bars = [f"{fetch_seconds(n, 1.0) / recompute_seconds(n):.2f} at {n:,}" for n in lengths]
-        say(
-            f"""The tiers are judged at TP4, as one link or drive that feeds the whole replica. With
-            a link for each GPU, which then loads its part of the KV, the break-even of a link is
-            {break_even(tp=1):.2f} GB/s at any TP, up to as many GPUs as KV heads. (TP1 is for the
-            pattern only: it does not hold a 70B in fp16.) The length of the prefix cancels; fetch
-            time at 1 GB/s over recompute time: {", ".join(bars)} tokens."""
-        )
-        fp8 = break_even(s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, 1))
-        sparse = break_even(flops_per_gpu=1979e12)
-        say(
-            f"""With FP8 KV the break-even is {fp8:.2f} GB/s, and an NVMe drive clears it. (The
-            datasheet's 1,979 TFLOP/s in BF16 are with 2:4 sparsity, and would make it
-            {sparse:.1f}.)"""
-        )
-        drive, half = TIERS["local NVMe"], 0.5
-        slower = [tier for tier, gb_per_s in TIERS.items() if gb_per_s < break_even(mfu=half)]
-        say(
-            f"""The verdicts hold at the dense peak, for one drive, and at the links' nominal rates.
-            Prefill never reaches the peak: below {drive / threshold:.1%} MFU (the share that it
-            reaches) one {drive} GB/s drive wins, and at {half:.0%}, where the break-even is
-            {break_even(mfu=half):.2f} GB/s, only {" and ".join(slower)} is slower. Two drives,
-            striped, give {2 * drive} GB/s and win at any MFU. And attention costs more the longer
-            the prefix, so that with it the length does not cancel:"""
-        )
-        print("\n      prefix   break-even BW with attention")
-        for prefix in (1024, 4096, 16_384, 32_768, 131_072):
-            print(f"{prefix:>12,}{break_even(attention=True, prefix=prefix):>26.2f} GB/s")
-        say(
-            f"""From {shortest_fetch(drive):,} tokens on the one drive wins, even at the full peak.
-            And a fetch leaves the GPUs free, while a recompute takes them: block 4's 63 prefills of
-            4,096 tokens, {recompute_seconds(63 * 4096):.1f} s of the replica."""
+        tell(
+            LESSON_5,
+            by_tp=table(
+                "    config   prefill/token   break-even BW",
+                "{:>10}{:>13.1f} us{:>13.2f} GB/s",
+                (
+                    (f"TP{tp}", recompute_seconds(1, tp=tp) * 1e6, break_even(tp=tp))
+                    for tp in (1, 2, 4, 8)
+                ),
+            ),
+            tiers=table(
+                "  tier                         bandwidth  vs break-even  verdict",
+                "  {:<28}{:>7} GB/s{:>14.1f}x  {}",
+                (
+                    (tier, gb_per_s, gb_per_s / threshold, verdict(gb_per_s))
+                    for tier, gb_per_s in TIERS.items()
+                ),
+            ),
+            with_attention=table(
+                "      prefix   break-even BW with attention",
+                "{:>12,}{:>26.2f} GB/s",
+                (
+                    (prefix, break_even(attention=True, prefix=prefix))
+                    for prefix in (1024, 4096, 16_384, 32_768, 131_072)
+                ),
+            ),
+            mfu_of_drive=drive / threshold,
+            at_half=break_even(mfu=0.5),
+            fp8=break_even(s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, 1)),
+            by_link=break_even(tp=1),
+            bars=", ".join(bars),
+            drive=drive,
+            shortest=shortest_fetch(drive),
+            prefills=recompute_seconds(63 * 4096),
         )
     return {
         "break_even": break_even,
@@ -890,7 +944,328 @@ def b5(s: Parts, show: bool) -> Parts:
     }
 
 
+def verdict(gb_per_s: float) -> str:
+    """Whether a tier of so many GB/s is worth fetching from, at TP4 and the peak."""
+    wins = fetch_seconds(1, gb_per_s) < recompute_seconds(1)
+    return "use it" if wins else "SLOWER THAN RECOMPUTE"
+
+
 # ------------------------------------------------- block 6: preemption is a cliff, not a slope
+
+
+class Request:
+    """A request on its way through a scheduler: how long it gets, and how far it is."""
+
+    __slots__ = ("prompt", "length", "known", "computed", "decoding", "preempted", "sequence")
+
+    def __init__(self, prompt: int, output: int) -> None:
+        self.prompt = prompt
+        self.length = prompt + output  # which the scheduler does not look at before it is reached
+        self.known = prompt  # tokens: the prompt, and what has been generated
+        self.computed = 0  # of these, the tokens whose K and V are stored
+        self.decoding = False  # its prefill is done
+        self.preempted = False  # it has lost its pages at some time
+        self.sequence: Any = None  # its block table, while it runs
+
+
+class Step(NamedTuple):
+    """What a scheduler did in one step."""
+
+    running: int  # sequences that run, those included that leave at the end of the step
+    computed: int  # tokens computed: one for each that decodes, and prefill
+    generated: int  # tokens generated
+    held: int  # pages held, before those that leave release theirs
+    preempted: int  # sequences that lost their pages
+    prefilled: int  # of `computed`, tokens that were known when their sequence entered
+    reprefilled: int  # of `prefilled`, tokens of sequences that had been preempted before
+    entered: int  # sequences that entered for the first time
+
+
+class Scheduler:
+    """A server's scheduler, which decides as vLLM's does (V1, version 0.33), step for step.
+
+    `add` puts a request into the queue, at any time. `step` computes at most `max_batched_tokens`
+    tokens, for at most `max_running` sequences (None: no limit). `watermark` is the share of the
+    pages that is kept free when a sequence enters while others run. Prefix caching is off.
+
+    >>> scheduler = Scheduler(pages=4, page_tokens=4)
+    >>> scheduler.add(prompt=4, output=6)
+    >>> scheduler.step()[:4]
+    (1, 4, 1, 1)
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        page_tokens: int = 16,
+        watermark: float = 0.0,
+        max_running: int | None = None,
+        max_batched_tokens: int | None = None,
+    ) -> None:
+        self.pool = PagePool(pages, page_tokens)
+        self.kept_free = pages_kept_free(watermark, pages)
+        self.max_running = max_running or math.inf
+        self.max_batched_tokens = max_batched_tokens or math.inf
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in the order in which they entered
+
+    def add(self, prompt: int, output: int) -> None:
+        """Let a request of `prompt` tokens wait, which will generate `output` tokens."""
+        self.waiting.append(Request(prompt, output))
+
+    def step(self) -> Step:
+        """Make one step: those that run compute, those that wait may enter, all generate."""
+        pool, room = self.pool, self.max_batched_tokens
+        scheduled: dict[Request, int] = {}  # how many tokens each computes
+        preempted = entered = 0
+
+        # Those that run, the oldest first: each computes what it knows and has not computed.
+        for request in self.running:
+            tokens = min(request.known - request.computed, room)
+            while request.sequence and not self.fits(request, tokens):
+                self.preempt(self.running.pop())  # the newest of all that run
+                preempted += 1
+            if request.sequence:
+                scheduled[request] = self.compute(request, tokens)
+                room -= tokens
+
+        # Those that wait, from the front of the queue, unless somebody was preempted.
+        while self.waiting and not preempted and room and len(self.running) < self.max_running:
+            request = self.waiting[0]
+            kept_free = self.kept_free if self.running else 0
+            if pages_for(request.known, pool.page_tokens) + kept_free > pool.free:
+                break
+            self.running.append(self.waiting.popleft())
+            request.sequence = pool.allocate(0)
+            tokens = min(request.known, room)
+            scheduled[request] = self.compute(request, tokens)
+            room -= tokens
+            entered += not request.preempted
+        running, held = len(self.running), pool.held
+        prefills = {request: n for request, n in scheduled.items() if not request.decoding}
+
+        # Generate: one more token for each whose known tokens are now all computed.
+        generated = 0
+        for request in list(self.running):
+            if request.computed == request.known:
+                request.known += 1
+                request.decoding = True
+                generated += 1
+                if request.known == request.length:
+                    self.running.remove(request)
+                    pool.release(request.sequence)
+
+        reprefilled = sum(n for request, n in prefills.items() if request.preempted)
+        computed, prefilled = sum(scheduled.values()), sum(prefills.values())
+        return Step(running, computed, generated, held, preempted, prefilled, reprefilled, entered)
+
+    def fits(self, request: Request, tokens: int) -> bool:
+        """Whether there are pages for so many more tokens of a sequence that runs."""
+        pages = pages_for(request.computed + tokens, self.pool.page_tokens)
+        return pages - len(request.sequence.table) <= self.pool.free
+
+    def compute(self, request: Request, tokens: int) -> int:
+        """Store the K and V of so many more tokens of a sequence."""
+        self.pool.append(request.sequence, tokens)
+        request.computed += tokens
+        return tokens
+
+    def preempt(self, victim: Request) -> None:
+        """Take a sequence's pages away. It keeps its tokens, and waits in front of all others."""
+        self.pool.release(victim.sequence)
+        victim.sequence, victim.computed, victim.decoding = None, 0, False
+        victim.preempted = True
+        self.waiting.appendleft(victim)
+
+
+def pages_kept_free(watermark: float, pages: int) -> int:
+    """The pages that a watermark keeps free; vLLM counts one more page, which it never uses."""
+    return int(watermark * (pages + 1))
+
+
+def step_seconds(
+    tokens: float,
+    held_tokens: float,
+    kv_per_token: float = KV_PER_TOKEN,
+    n_params: float = N_PARAMS,
+    flops_per_gpu: float = DENSE_FLOPS_PER_GPU,
+    gb_per_s: float = TIERS["GPU HBM"],
+    tp: int = 4,
+    mfu: float = 1.0,
+    mbu: float = 1.0,
+    active_params: float | None = None,
+    weight_bytes: float = DTYPE,
+) -> float:
+    """Seconds of a forward pass over `tokens` tokens that reads the KV of `held_tokens` tokens.
+
+    The roofline of `tp` GPUs: all weights are read once, while 2 FLOP a parameter are computed for
+    each token, and the longer of the two counts. Then each sequence reads its own KV (Pope et al.
+    2022, "Efficiently scaling transformer inference"; Austin et al. 2025, "How to scale your
+    model", on inference). A mixture of experts reads the weights of `n_params` parameters, of
+    `weight_bytes` bytes each, and computes with `active_params` of them (None: with all).
+
+    `mfu` and `mbu` (model FLOPs and bandwidth utilization) are the shares that are reached of the
+    peak FLOP/s and of `gb_per_s`, one GPU's memory bandwidth. Left out: communication between GPUs,
+    the FLOP of attention, launches and sampling, and that a kernel may read a shared prefix once.
+
+    >>> round(step_seconds(0, 0) * 1000, 2), round(step_seconds(417, 563_455) * 1000, 1)
+    (10.45, 28.5)
+    """
+    bandwidth, flop_per_s = tp * gb_per_s * 1e9 * mbu, tp * flops_per_gpu * mfu
+    reading = weight_bytes * n_params / bandwidth
+    computing = tokens * 2 * (active_params or n_params) / flop_per_s
+    return max(reading, computing) + held_tokens * kv_per_token / bandwidth
+
+
+def ridge_tokens(
+    n_params: float = N_PARAMS,
+    active_params: float | None = None,
+    flops_per_gpu: float = DENSE_FLOPS_PER_GPU,
+    gb_per_s: float = TIERS["GPU HBM"],
+    mfu: float = 1.0,
+    mbu: float = 1.0,
+    weight_bytes: float = DTYPE,
+) -> float:
+    """Tokens a step at which arithmetic takes as long as reading the weights: the ridge.
+
+    Below it one more token uses FLOP that would lie idle. The parameters are those of
+    `step_seconds`; the number of GPUs cancels.
+
+    >>> round(ridge_tokens(), 1)
+    295.4
+    """
+    flop = 2 * (active_params or n_params)
+    return weight_bytes * n_params / (gb_per_s * 1e9 * mbu) * flops_per_gpu * mfu / flop
+
+
+def resident_tokens(requests: Iterable[tuple[int, int]], page_tokens: int = 16) -> float:
+    """Tokens of memory that a running sequence holds, averaged over time.
+
+    E[prompt x output + output^2 / 2] / E[output]: each request is there for `output` steps, and
+    holds its prompt and, on average, half its output. Half a page is empty at its end.
+
+    >>> round(resident_tokens(seq_lengths(4000)), 1)
+    1299.3
+    """
+    token_steps = steps = 0.0
+    for prompt, output in requests:
+        token_steps += prompt * output + output**2 / 2
+        steps += output
+    return token_steps / some_output(steps) + page_tokens / 2
+
+
+def step_fills(requests: Iterable[tuple[int, int]], max_batched_tokens: float) -> float:
+    """How many running sequences fill a step of so many tokens: B / (1 + E[prompt] / E[output]).
+
+    Each needs one token of a step to decode, and E[prompt] / E[output] for the prefill of those
+    that come after it.
+
+    >>> round(step_fills(seq_lengths(4000), 1024), 1)
+    266.0
+    """
+    prompts, outputs = map(sum, zip(*requests, (0, 0)))
+    return max_batched_tokens / (1 + prompts / some_output(outputs))
+
+
+def steady_rate(
+    requests: Iterable[tuple[int, int]],
+    running: float,
+    page_tokens: int = 16,
+    step_seconds: Callable[[float, float], float] = step_seconds,
+) -> float:
+    """Tokens/s of a steady state in which `running` sequences run, with prefill in the same steps.
+
+    Every step computes `running` x (1 + E[prompt] / E[output]) tokens, and holds `running` x
+    `resident_tokens`. Prefill really comes in lumps: below the ridge that makes it slower.
+
+    >>> round(steady_rate(seq_lengths(4000), 435))
+    5926
+    """
+    lengths = list(requests)
+    tokens = running / step_fills(lengths, 1)
+    return running / step_seconds(tokens, running * resident_tokens(lengths, page_tokens))
+
+
+class Served(NamedTuple):
+    """What it took to serve a workload to the end, and how its steady state looked.
+
+    The last four figures leave out the first flood and the drain at the end: they are over the
+    steps that begin with somebody waiting and at least half of the requests entered (0 without any).
+    """
+
+    steps: int  # forward passes
+    generated: int  # output tokens
+    prefilled: int  # tokens prefilled, repeats included
+    reprefilled: int  # of these, for sequences that had been preempted
+    preempted: int  # how often a sequence lost its pages
+    peak_pages: int  # pages held in the fullest step
+    running: float  # steady state: sequences in a step, on average
+    held: float  # steady state: share of the pages held, on average
+    again: float  # steady state: tokens prefilled again, over those prefilled for the first time
+    tokens_per_s: float  # steady state: tokens generated, over the sum of the step times
+
+
+def serve(
+    requests: Iterable[tuple[int, int]],
+    pages: int,
+    page_tokens: int = 16,
+    watermark: float = 0.0,
+    max_running: int | None = None,
+    max_batched_tokens: int | None = None,
+    step_seconds: Callable[[float, float], float] = step_seconds,
+    prefix_caching: bool = False,
+) -> Served:
+    """Serve all requests on one replica with `pages` pages of KV, and count what it took.
+
+    All wait from the start, and `Scheduler` decides. The steady state is timed by
+    `step_seconds(tokens computed, tokens that the held pages have room for)`. With `prefix_caching`
+    (vLLM's default) a preempted sequence finds its full pages again, from the first one on, as far
+    as nobody has taken them: pages that are no full page of anybody are taken first, then those
+    that were released longest ago.
+
+    vLLM's max_num_seqs is 1,024 and its max_num_batched_tokens 8,192 for a server on an H100, its
+    watermark 0. A prompt or an output below 1 and a request longer than the pool raise ValueError
+    before anything runs.
+
+    >>> serve([(4, 6), (4, 6)], pages=4, page_tokens=4)[:6]
+    (7, 12, 17, 9, 1, 4)
+    """
+    waiting = deque(QuickRequest(*pair) for pair in servable(requests, pages, page_tokens))
+    half, output = len(waiting) / 2, sum(request.length - request.prompt for request in waiting)
+    next_step = quick_steps(
+        waiting, pages, page_tokens, pages_kept_free(watermark, pages), max_running or math.inf,
+        max_batched_tokens or math.inf, prefix_caching,
+    ).__next__  # fmt: skip
+    steps = generated = prefilled = reprefilled = preempted = peak_pages = entered = 0
+    steady = ran = held_pages = first = again = new = 0
+    seconds = 0.0
+    while generated < output:
+        counts = waiting and entered >= half
+        running, computed, tokens, held, lost, prefill, repeated, came = next_step()
+        steps += 1
+        generated += tokens
+        preempted += lost
+        if held > peak_pages:
+            peak_pages = held
+        if prefill:
+            prefilled += prefill
+            reprefilled += repeated
+            entered += came
+        if counts:
+            steady += 1
+            ran += running
+            held_pages += held
+            first += prefill - repeated
+            again += repeated
+            new += tokens
+            seconds += step_seconds(computed, held * page_tokens)
+    return Served(
+        steps, generated, prefilled, reprefilled, preempted, peak_pages,
+        running=ran / steady if steady else 0.0,
+        held=held_pages / steady / pages if steady else 0.0,
+        again=again / first if first else 0.0,
+        tokens_per_s=new / seconds if seconds else 0.0,
+    )  # fmt: skip
 
 
 def preempted_tokens(occupancy: float, n: int = 2000, seed: int = 3) -> int:
@@ -912,210 +1287,6 @@ def preempted_tokens(occupancy: float, n: int = 2000, seed: int = 3) -> int:
     return tokens
 
 
-# That curve is the foil. What happens instead can be computed: sequences grow, a scheduler admits.
-
-
-def step_seconds(
-    tokens: float,
-    held_tokens: float,
-    kv_per_token: float = KV_PER_TOKEN,
-    n_params: float = N_PARAMS,
-    flops_per_gpu: float = DENSE_FLOPS_PER_GPU,
-    gb_per_s: float = TIERS["GPU HBM"],
-    tp: int = 4,
-    mfu: float = 1.0,
-) -> float:
-    """Seconds of a forward pass over `tokens` tokens that reads the KV of `held_tokens` tokens.
-
-    The roofline of `tp` GPUs: the 2 bytes of each parameter are read once for all tokens, while 2
-    FLOP a parameter are computed for each, and the longer of the two counts; then each sequence
-    reads its own KV. `gb_per_s` is one GPU's memory (Pope et al. 2022, "Efficiently scaling
-    transformer inference"; Austin et al. 2025, "How to scale your model", on inference).
-
-    Up to the ridge, 295 tokens a step on an H100 at its peak, one more token uses only FLOP that
-    would lie idle. Left out: communication between GPUs, the FLOP of attention, launches and
-    sampling, and that a kernel may read a shared prefix once for all.
-
-    >>> round(step_seconds(0, 0) * 1000, 2), round(step_seconds(417, 563_455) * 1000, 1)
-    (10.45, 28.5)
-    """
-    bandwidth, flop_per_s = tp * gb_per_s * 1e9, tp * flops_per_gpu * mfu
-    weights = max(DTYPE * n_params / bandwidth, tokens * 2 * n_params / flop_per_s)
-    return weights + held_tokens * kv_per_token / bandwidth
-
-
-def resident_tokens(requests: Iterable[tuple[int, int]]) -> float:
-    """Tokens that a running sequence holds, averaged over time: E[p x o + o^2 / 2] / E[o].
-
-    Each request is there for `output` steps, and holds its prompt and, on average, half its output.
-    The pool is full, on average, with its tokens / resident_tokens(requests) sequences. Where those
-    are hundreds, nine tenths of them is a `max_num_seqs` that on most draws leaves room for the
-    swing; a smaller pool swings more.
-
-    >>> round(resident_tokens(seq_lengths(4000)), 1)
-    1291.3
-    """
-    token_steps = steps = 0.0
-    for prompt, output in requests:
-        token_steps += prompt * output + output**2 / 2
-        steps += output
-    if not steps:
-        raise ValueError("requests must generate something, not 0 tokens in all")
-    return token_steps / steps
-
-
-class Served(NamedTuple):
-    """What it took to serve a workload to the end, and how its steady state looked.
-
-    The last four figures leave out the first flood and the drain at the end. They are over the
-    steps that begin with somebody waiting and half of the requests admitted before; 0 without any.
-    """
-
-    steps: int  # forward passes: each gives every running sequence one token
-    generated: int  # output tokens
-    prefilled: int  # tokens prefilled, repeats included
-    reprefilled: int  # of these, for sequences that had been preempted
-    preempted: int  # how often a sequence lost its pages
-    peak_pages: int  # pages held at the fullest moment
-    running: float  # steady state: sequences in a step, on average
-    held: float  # steady state: share of the pages held, on average
-    again: float  # steady state: tokens admitted again, over those admitted for the first time
-    tokens_per_s: float  # steady state: tokens generated, over the sum of the step times
-
-
-def serve(
-    requests: Iterable[tuple[int, int]],
-    pages: int,
-    page_tokens: int = 16,
-    watermark: float = 0.0,
-    max_running: int | None = None,
-    max_batched_tokens: int | None = None,
-    step_seconds: Callable[[float, float], float] = step_seconds,
-) -> Served:
-    """Serve all requests on one replica with `pages` pages of KV, and count what it took.
-
-    All wait in a queue from the start. One may enter if its prompt and next token fit and leave
-    `watermark` of all pages free (unless nothing runs), and if fewer than `max_running` run. A step
-    computes `max_batched_tokens` tokens at most (one more where those that run take them all): one
-    for each running sequence, then prefill that is owed; while what is owed fills a step, nobody
-    enters. When no page is left, the newest sequence is preempted: its pages are released, and it
-    goes to the front of the queue, to be prefilled again with what it had generated. The steady
-    state is timed by `step_seconds(tokens computed, tokens that the held pages have room for)`.
-
-    So vLLM's V1 engine admits and preempts. Its max_num_seqs is 1,024 and its
-    max_num_batched_tokens 8,192 for a server on an H100, its watermark 0. Simplified: all wait from
-    the start; a sequence generates while its prefill is still owed; what a preempted one still owes
-    is computed all the same. Left out: prefix caching (on by default in vLLM), so that
-    `reprefilled` is an upper bound.
-
-    An output below 1 and a request longer than the pool raise ValueError before anything runs.
-
-    >>> serve([(4, 6), (4, 6)], pages=4, page_tokens=4)[:6]
-    (8, 12, 16, 8, 1, 4)
-    """
-    waiting = deque(servable(requests, pages, page_tokens))  # (prompt, output, done before)
-    kept_free = int(watermark * pages)
-    most_running, most_tokens = max_running or math.inf, max_batched_tokens or math.inf
-    # What preempts is the number of pages, so they are counted here and not named (a PagePool gives
-    # the same, tens of times as slowly). Running sequences by number of admission, the newest last:
-    # (prompt, output, offset). At the end of step n one is offset + n tokens long, so it fills a
-    # page whenever n % page_tokens is -offset % page_tokens; `filling` counts them by that.
-    admissions = count()
-    running: dict[int, tuple[int, int, int]] = {}
-    filling: defaultdict[int, int] = defaultdict(int)
-    finishing: defaultdict[int, list[int]] = defaultdict(list)  # by step; may be preempted by then
-    step = held = peak_pages = entered = 0
-    generated = prefilled = reprefilled = preempted = 0
-    owed: float = 0  # prefill that is admitted and not computed
-    half = len(waiting) / 2
-    steady: list[tuple[float, ...]] = []
-
-    def leave(offset: int) -> None:
-        nonlocal held
-        filling[-offset % page_tokens] -= 1
-        held -= pages_for(offset + step, page_tokens)
-
-    while waiting or running:
-        counts = bool(waiting) and entered >= half
-        new = again = 0
-
-        # Admit from the head of the queue, each with room for its next token.
-        while waiting and len(running) < most_running:
-            prompt, output, done = waiting[0]
-            tokens = prompt + done
-            need = pages_for(tokens + 1, page_tokens)
-            if held + need + (kept_free if running else 0) > pages:
-                break
-            if running and owed >= most_tokens - len(running):
-                break
-            waiting.popleft()
-            if done:
-                again += tokens
-            else:
-                new += tokens
-                entered += 1
-            held += need
-            owed += tokens
-            offset, sequence = tokens - step, next(admissions)
-            running[sequence] = prompt, output, offset
-            filling[-offset % page_tokens] += 1
-            finishing[prompt + output - offset].append(sequence)
-        prefilled += new + again
-        reprefilled += again
-        peak_pages = max(peak_pages, held)
-
-        # Generate a token for each that runs, and prefill as much as the step has room for.
-        generated += len(running)
-        computed = min(owed, max(1, most_tokens - len(running)))
-        owed -= computed
-        if counts:
-            steady.append((len(running), computed, held, new, again))
-        step += 1
-
-        # Finish: those that have their whole output release their pages.
-        for sequence in finishing.pop(step, ()):
-            if sequence in running:
-                leave(running.pop(sequence)[2])
-
-        # Grow: each whose last page is full takes another, the oldest first. While there are too
-        # few for all of them, preempt the newest of all that run; if it was to grow, one less does.
-        full = step % page_tokens
-        while filling[full] > pages - held:
-            _, (prompt, output, offset) = running.popitem()
-            leave(offset)
-            waiting.appendleft((prompt, output, offset + step - prompt))
-            preempted += 1
-            peak_pages = pages  # the older ones took what was free before this one had to go
-        held += filling[full]
-
-    return Served(
-        step, generated, prefilled, reprefilled, preempted, peak_pages,
-        *steady_state(steady, pages, page_tokens, step_seconds),
-    )  # fmt: skip
-
-
-def steady_state(
-    steps: list[tuple[float, ...]],
-    pages: int,
-    page_tokens: int,
-    step_seconds: Callable[[float, float], float],
-) -> tuple[float, float, float, float]:
-    """The last four figures of Served, from (running, prefill, held, new, again) of each step."""
-    if not steps:
-        return 0.0, 0.0, 0.0, 0.0
-    seconds = 0.0
-    for running, prefill, held, _, _ in steps:
-        took = step_seconds(running + prefill, held * page_tokens)
-        seconds += number("what step_seconds returns", took)
-    running, _, held, new, again = map(sum, zip(*steps))
-    return (
-        running / len(steps),
-        held / len(steps) / pages,
-        again / new if new else 0.0,
-        running / seconds,
-    )
-
-
 STEP_TOKENS = 8192  # vLLM's max_num_batched_tokens, serving on an H100
 SWEEP = ((350, 0), (400, 0), (425, 0), (450, 0), (500, 0), (500, 0.01), (500, 0.05))
 
@@ -1126,281 +1297,543 @@ def mixes(requests: Iterable[tuple[int, int]]) -> dict[str, list[tuple[int, int]
     return {"chat": chat, "long": [(output, min(prompt, 4096)) for prompt, output in chat]}
 
 
-# What the seed decides. Over seeds 0 to 199: the table's tokens at 95%. Over seeds 0 to 9 of
-# seq_lengths(4000), in percent: `again` for each row of the sweep, the tokens/s that 500 running
-# lose to the best row with nothing kept free, and one standard deviation of `held` where 400 run.
-REPREFILLED_AT_95 = Spread(782_182, 882_596.5, 976_033)
+# What the seed decides. Over seeds 0 to 49 of seq_lengths(4000), in percent: `again` for each row
+# of the sweep, and the tokens/s that 500 running lose to the best row with nothing kept free.
 AGAIN = {
     "chat": (
-        Spread(0, 0, 0), Spread(0, 0.1, 0.9), Spread(0.5, 2.5, 3.2), Spread(4.3, 8.0, 8.9),
-        Spread(7.6, 9.5, 10.9), Spread(0, 0, 0), Spread(0, 0, 0),
+        Spread(0, 0, 0), Spread(0, 0.1, 2.7), Spread(0, 2.65, 8.3), Spread(0.4, 7.5, 11.0),
+        Spread(6.7, 9.1, 11.5), Spread(0, 0, 0), Spread(0, 0, 0),
     ),
     "long": (
-        Spread(0, 0, 0), Spread(0, 0, 8.4), Spread(0, 21.1, 40.6), Spread(47.8, 70.5, 100.7),
-        Spread(124.2, 158.2, 167.2), Spread(4.6, 8.9, 11.6), Spread(0, 0, 0),
+        Spread(0, 0, 0), Spread(0, 0, 10.2), Spread(0, 20.3, 56.2), Spread(32.5, 63.6, 133.5),
+        Spread(73.1, 151.4, 173.1), Spread(2.6, 8.5, 14.7), Spread(0, 0, 0),
     ),
 }  # fmt: skip
-LOSS = {"chat": Spread(4.6, 5.4, 6.5), "long": Spread(17.1, 20.7, 21.4)}
-SWING = Spread(1.8, 3.2, 5.0)
+LOSS = {"chat": Spread(2.6, 5.1, 8.1), "long": Spread(12.1, 20.05, 22.1)}
+LOSS_CACHED = {"chat": Spread(-0.2, 2.9, 5.3), "long": Spread(11.7, 19.2, 21.4)}
+
+# Rules for what to leave free: (tokens computed again, tokens/s lost to the best of the rules), in
+# percent and at worst over seeds 0 to 2 of 6,000 requests, on a share of the lesson's pool.
+RULES = (("chat", 1 / 8), ("chat", 1), ("long", 1 / 8), ("long", 1 / 2), ("long", 1))
+RULES_COST = (
+    ((29.4, 6.4), (4.5, 0.0), (0.0, 1.6), (7.8, 5.2)),
+    ((10.1, 5.9), (0.0, 0.2), (0.0, 0.4), (0.4, 1.5)),
+    ((265.7, 7.7), (136.7, 2.6), (27.4, 0.0), (26.5, 5.9)),
+    ((221.7, 20.9), (39.0, 2.9), (0.6, 0.0), (4.7, 1.9)),
+    ((188.8, 21.7), (11.3, 1.4), (0.0, 0.8), (0.0, 0.5)),
+)
 
 # vLLM's pull request 44594: the watermarks, preemptions and output tokens/s measured there; and
 # what `serve` preempts on 100 draws of its workload (5% to 95%), without anything fitted.
 WATERMARKS = (0, 0.02, 0.05, 0.10, 0.15)
 MEASURED = (1065, 400, 187, 168, 168)
 MEASURED_RATES = (11_582, 12_134, 12_167, 11_835, 11_635)
-FIRST_TOKEN_S = (6.6, 11.8)  # median, at the first two watermarks
-SIMULATED = ((943, 1217), (342, 417), (190, 240), (133, 196), (134, 181))
+SIMULATED = ((943, 1203), (343, 418), (192, 238), (134, 195), (130, 179))
 
+# A burst of 500 into a server of long answers at 90% of its capacity, over seeds 0 to 6: how many
+# wait after 40 minutes with nothing kept free. With 5% kept free nobody waits 400 s after it.
+BURST_WAITING = Spread(3404, 3758, 4017)
 
-def show_assumed_curve(s: Parts) -> None:
-    """The assumed curve as a table, and what it assumes."""
-    print("    occupancy   preempted  tokens re-prefilled  wasted GPU-ms @TP4")
-    for occupancy in (0.60, 0.85, 0.90, 0.95, 0.99):
-        tokens = preempted_tokens(occupancy)
-        milliseconds = s["recompute_seconds"](tokens) * 1000
-        print(
-            f"{occupancy:>13.0%}{'yes' if tokens else 'no':>12}{tokens:>21,}{milliseconds:>19.0f}"
-        )
-    say(
-        f"""The curve is an assumption: 2,000 steps, each preempting with probability
-        ((occupancy - 0.85) / 0.15)^2 above 85%, and below that not at all. It prices the victims'
-        prompts, in milliseconds of the whole replica at its peak. (Other seeds give
-        {REPREFILLED_AT_95.least:,} to {REPREFILLED_AT_95.most:,} tokens at 95%.)"""
-    )
+# Over seeds 0 to 199: the assumed curve's tokens at 95%.
+REPREFILLED_AT_95 = Spread(782_182, 882_596.5, 976_033)
 
+LESSON_6 = """
+Three sequences on a pool of 8 pages, 16 tokens each. A line is a step of Scheduler:
 
-def show_cliff(s: Parts) -> None:
-    """Both mixes, with more and more sequences allowed to run, in the steady state."""
-    pages = s["budget_tokens"]() // 16
-    workloads = mixes(s["seq_lengths"](4000))
-    resident = {mix: resident_tokens(requests) for mix, requests in workloads.items()}
-    full = {mix: pages * 16 / tokens for mix, tokens in resident.items()}
-    say(
-        f"""Derived instead: a server that learns each length as it comes, with {pages:,} pages,
-        {STEP_TOKENS:,} tokens a step and 4,000 requests that wait. Chat is the workload; long swaps
-        prompts and outputs, its answers cut at 4,096. A running sequence holds
-        {resident["chat"]:,.0f} and {resident["long"]:,.0f} tokens, averaged over time, so
-        {full["chat"]:.0f} and {full["long"]:.0f} fill the pool."""
-    )
-    print("\n   mix at most kept free  running   held  preempted   again    seeds 0-9   tok/s")
-    for mix, requests in workloads.items():
-        for (most, free), spread in zip(SWEEP, AGAIN[mix]):
-            row = serve(requests, pages, 16, free, most, STEP_TOKENS)
-            seeds = f"{spread.least:g}-{spread.most:g}%"
-            print(
-                f"{mix:>6}{most:>8}{free:>10.0%}{row.running:>9.1f}{row.held:>7.1%}"
-                f"{row.preempted:>11,}{row.again:>8.1%}{seeds:>13}{row.tokens_per_s:>8,.0f}"
-            )
-    cliff, slope = (
-        ", ".join(f"{spread.median:g}" for spread in AGAIN[mix][1:5]) for mix in ("long", "chat")
-    )
-    say(
-        f"""All but "preempted" leave out the first half of the admissions and the end, when nobody
-        waits. "Again" is tokens prefilled again over tokens prefilled first. Its onset is a cliff
-        for long answers: at 400, 425, 450 and 500 it is {cliff}% (medians of ten draws); chat
-        slides, {slope}%. The cost is a step down: of the best tok/s with nothing kept free 500 lose
-        {LOSS["long"].least} to {LOSS["long"].most}% in long and {LOSS["chat"].least} to
-        {LOSS["chat"].most}% in chat, and more would lose little more."""
-    )
-    say(
-        f"""It begins near 90% of the pool on average, for "held" swings (by {SWING.least} to
-        {SWING.most} points, one standard deviation, at 400) and a pool overflows by its peaks; a
-        smaller one swings more. Here 5% kept free, or a tenth fewer than fill the pool, gives back
-        all but 0 to 3% of the tok/s, and 1% free nearly as much. All this is overload: somebody
-        always waits."""
-    )
+{story}
 
+A sequence takes a page when its last one is full. If no page is free, the newest of all that run is
+preempted. It loses all its pages, and waits in front of all others. It comes back when all its
+tokens fit, and computes them again.
 
-def show_engine(s: Parts) -> None:
-    """The same preemptions as they were measured in an engine, and why it recomputes."""
-    inside = sum(low <= n <= high for n, (low, high) in zip(MEASURED, SIMULATED))
-    say(
-        f"""An engine was measured in vLLM's pull request 44594: 450 long answers of Qwen2.5-7B, at
-        most 128 running. Its preemptions, and those of serve, with nothing fitted, on 100 draws of
-        that workload (5% to 95% of them; {inside} of {len(MEASURED)} lie inside):"""
-    )
-    print("\n   watermark" + "".join(f"{kept:>12.2f}" for kept in WATERMARKS))
-    print("    measured" + "".join(f"{preempted:>12,}" for preempted in MEASURED))
-    print("       serve" + "".join(f"{f'{low:,}-{high:,}':>12}" for low, high in SIMULATED))
-    best = max(MEASURED_RATES) / MEASURED_RATES[0] - 1
-    to_host = TIERS["host DRAM over PCIe5"] / s["break_even"]()
-    copied = KV_PER_TOKEN * 16 // LAYERS // GPUS // 1024
-    say(
-        f"""The best watermark was worth {best:.0%} more tokens/s there, and the median wait for a
-        first token rose from {FIRST_TOKEN_S[0]} to {FIRST_TOKEN_S[1]} s at 0.02. Why recompute,
-        when block 5 finds host memory {to_host:.1f}x as fast? A swap goes out and in again,
-        {to_host / 2:.1f}x at best, in copies of {copied} KiB (a layer, page and GPU): Kwon et al.
-        (section 7.3) measured the two as comparable with pages of 16 to 64 tokens. vLLM's V1 has no
-        swap; unless KV offloading is on, it recomputes."""
-    )
+So vLLM decides (V1, version 0.33): on 121 recorded workloads this scheduler makes the engine's own
+steps. Now 4,000 requests wait for {pages:,} pages, and a step computes at most {STEP_TOKENS:,}
+tokens. Chat is the workload; long swaps prompts and answers, and cuts answers at 4,096 tokens:
+
+{sweep}
+
+"Again" is tokens prefilled again divided by tokens prefilled for the first time. All columns but
+"preempted" are the steady state: the flood of the start and the end, when nobody waits, are left
+out. "At most" is vLLM's max_num_seqs, "kept free" its watermark.
+
+For long answers the onset is a cliff, for chat a slope. Allowing 500 costs long answers a fifth of
+the tokens/s, and chat a twentieth. (Seeds 0 to 49: {LOSS[long].least:g}% to {LOSS[long].most:g}%,
+and {LOSS[chat].least:g}% to {LOSS[chat].most:g}%.)
+
+With prefix caching, vLLM's default, a preempted sequence finds those of its pages that nobody has
+taken. With 500 running and nothing kept free:
+
+{caching}
+
+Chat gets back a part of what it lost. Long answers get back little: their pages are taken before
+they return.
+
+How many run? The least of three limits: max_num_seqs, the pool and the step. A running sequence
+holds E[prompt x output + output^2 / 2] / E[output] tokens and half a page, averaged over time. It
+needs 1 + E[prompt] / E[output] tokens of each step, for its own decode and the next one's prefill:
+
+{limits}
+
+In the last row the step is the least: the pool is never full, and nobody is preempted.
+
+How much to leave free? What the pool holds swings around its average, and a pool overflows by its
+peaks. Two rules, on pools that n sequences fill on average. A cell is the tokens computed again,
+then the tokens/s lost to the best of these rules (at worst over three draws):
+
+{rules}
+
+Keep 5% of the pages free (watermark 0.05), at any size of pool. A cap of nine tenths of n costs
+more where few fit, because there each sequence is throughput.
+
+An engine was measured in vLLM's pull request 44594, with prefix caching off: 450 long answers of
+Qwen2.5-7B, at most 128 running. Its preemptions, and those of serve on 100 draws of that workload:
+
+{measured}
+
+The best watermark was worth {best_watermark:.0%} more tokens/s there. Nothing in serve was fitted
+to it.
+
+A server that preempts much may not come back. Long answers arrive at 90% of what the server can do,
+and once 500 come at the same time. With nothing kept free, {BURST_WAITING.least:,} to
+{BURST_WAITING.most:,} wait after 40 minutes, and the queue still grows. With 5% kept free nobody
+waits after 400 seconds. (Seven draws of seven.)
+
+Why recompute, if host memory is {to_host:.1f}x as fast by block 5? A swap goes out and in again,
+in small copies: {copied} KiB for a layer, page and GPU. Kwon et al. (section 7.3) measured both as
+comparable with pages of 16 to 64 tokens. vLLM's V1 has no swap.
+
+A popular picture of all this is a curve over occupancy. This one is an assumption: 2,000 steps,
+each preempting with probability ((occupancy - 0.85) / 0.15)^2 above 85%, and never below:
+
+{assumed}
+
+It has no scheduler in it. It knows neither how long answers get nor what is kept free. (Other seeds
+give {REPREFILLED_AT_95.least:,} to {REPREFILLED_AT_95.most:,} tokens at 95%.)
+"""
 
 
 @block(6, "Preemption is a cliff, not a slope", "why KV exhaustion degrades non-linearly", (3, 5))
 def b6(s: Parts, show: bool) -> Parts:
-    """The assumed curve and its price; then a scheduler, and where the cliff really is."""
+    """Six steps on a small pool; the sweep, and what decides it; the assumed curve as a foil."""
     if show:
-        show_assumed_curve(s)
-        show_cliff(s)
-        show_engine(s)
+        pages = s["budget_tokens"]() // 16
+        workloads = mixes(s["seq_lengths"](4000))
+        tell(
+            LESSON_6,
+            pages=pages,
+            story=six_steps(),
+            sweep=sweep_table(workloads, pages),
+            caching=caching_table(workloads, pages),
+            limits=limits_table(workloads, pages),
+            rules=rules_table(workloads, pages),
+            measured=measured_table(),
+            best_watermark=max(MEASURED_RATES) / MEASURED_RATES[0] - 1,
+            to_host=TIERS["host DRAM over PCIe5"] / s["break_even"](),
+            copied=KV_PER_TOKEN * 16 // LAYERS // GPUS // 1024,
+            assumed=table(
+                "    occupancy   preempted  tokens re-prefilled  wasted GPU-ms @TP4",
+                "{:>13.0%}{:>12}{:>21,}{:>19.0f}",
+                (
+                    (x, "yes" if tokens else "no", tokens, s["recompute_seconds"](tokens) * 1000)
+                    for x in (0.60, 0.85, 0.90, 0.95, 0.99)
+                    for tokens in [preempted_tokens(x)]
+                ),
+            ),
+        )
     return {
-        "preempted_tokens": preempted_tokens,
-        "step_seconds": step_seconds,
-        "resident_tokens": resident_tokens,
+        "Scheduler": Scheduler,
         "serve": serve,
+        "step_seconds": step_seconds,
+        "ridge_tokens": ridge_tokens,
+        "resident_tokens": resident_tokens,
+        "step_fills": step_fills,
+        "steady_rate": steady_rate,
+        "preempted_tokens": preempted_tokens,
     }
+
+
+def six_steps() -> str:
+    """Three sequences on eight pages: one comes, one grows, one is preempted and comes back."""
+    scheduler, names, lines = Scheduler(pages=8, page_tokens=16), {}, []
+    arrivals = {1: {"a": (46, 5), "b": (47, 8)}, 2: {"c": (15, 6)}}
+    remarks = (
+        "a and b enter", "c enters", "b's last page is full",
+        "no page for a: c is preempted", "a has its whole output", "c prefills again",
+    )  # fmt: skip
+    for step, remark in enumerate(remarks, 1):
+        for name, (prompt, output) in arrivals.get(step, {}).items():
+            scheduler.add(prompt, output)
+            names[name] = scheduler.waiting[-1]
+        scheduler.step()
+        where = {request: str(request.sequence.table) for request in scheduler.running}
+        where.update(dict.fromkeys(scheduler.waiting, "waits"))
+        tables = [where.get(names.get(name), "") for name in "abc"]
+        held = f"{scheduler.pool.held} of {scheduler.pool.pages}"
+        lines.append((step, *tables, held, remark))
+    return table(
+        "    step  table of a     table of b     of c      held   what happened",
+        "{:>8}  {:<15}{:<15}{:<8}{:>6}   {}",
+        lines,
+    )
+
+
+def sweep_table(workloads: dict[str, list[tuple[int, int]]], pages: int) -> str:
+    """Both mixes in the steady state, with more and more sequences allowed to run."""
+    return table(
+        "   mix at most kept free  running   held  preempted   again   seeds 0-49   tok/s",
+        "{:>6}{:>8}{:>10.0%}{:>9.1f}{:>7.1%}{:>11,}{:>8.1%}{:>13}{:>8,.0f}",
+        (
+            (
+                mix, most, free, row.running, row.held, row.preempted, row.again,
+                f"{spread.least:g}-{spread.most:g}%", row.tokens_per_s,
+            )
+            for mix, requests in workloads.items()
+            for (most, free), spread in zip(SWEEP, AGAIN[mix])
+            for row in [serve(requests, pages, 16, free, most, STEP_TOKENS)]
+        ),
+    )  # fmt: skip
+
+
+def caching_table(workloads: dict[str, list[tuple[int, int]]], pages: int) -> str:
+    """What prefix caching brings back where 500 may run and nothing is kept free."""
+    return table(
+        "   mix  caching  preempted   again   tok/s   tok/s lost, seeds 0-49",
+        "{:>6}{:>9}{:>11,}{:>8.1%}{:>8,.0f}{:>25}",
+        (
+            (
+                mix, "on" if cached else "off", row.preempted, row.again, row.tokens_per_s,
+                f"{loss[mix].least:g} to {loss[mix].most:g}%",
+            )
+            for mix, requests in workloads.items()
+            for cached, loss in ((False, LOSS), (True, LOSS_CACHED))
+            for row in [
+                serve(requests, pages, 16, 0, 500, STEP_TOKENS, prefix_caching=cached)
+            ]
+        ),
+    )  # fmt: skip
+
+
+def limits_table(workloads: dict[str, list[tuple[int, int]]], pages: int) -> str:
+    """Two of the three limits in closed form, and what runs when the third is vLLM's 1,024."""
+    cases = (("chat", 8192, 0.05), ("long", 8192, 0.05), ("chat", 1024, 0.05))
+    return table(
+        "   mix   tokens a step   fill the pool   fill a step   run, simulated    held",
+        "{:>6}{:>16,}{:>16.0f}{:>14,.0f}{:>17.1f}{:>8.1%}",
+        (
+            (
+                mix, most, pages * 16 / resident_tokens(requests), step_fills(requests, most),
+                row.running, row.held,
+            )
+            for mix, most, free in cases
+            for requests in [workloads[mix]]
+            for row in [serve(requests, pages, 16, free, 1024, most)]
+        ),
+    )  # fmt: skip
+
+
+def rules_table(workloads: dict[str, list[tuple[int, int]]], pages: int) -> str:
+    """What each rule costs, by the size of the pool."""
+    rows = []
+    for (mix, share), costs in zip(RULES, RULES_COST):
+        n = share * pages * 16 / resident_tokens(workloads[mix])
+        rows.append((mix, n, *(f"{again:.0f}%, {lost:.1f}%" for again, lost in costs)))
+    return table(
+        "   mix     n       nothing       1% free       5% free   at most 0.9 n",
+        "{:>6}{:>6.0f}{:>14}{:>14}{:>14}{:>16}",
+        rows,
+    )
+
+
+def measured_table() -> str:
+    """The preemptions of pull request 44594, and those of `serve`."""
+    return "\n".join(
+        (
+            "   watermark" + "".join(f"{kept:>12.2f}" for kept in WATERMARKS),
+            "    measured" + "".join(f"{preempted:>12,}" for preempted in MEASURED),
+            "       serve" + "".join(f"{f'{low:,}-{high:,}':>12}" for low, high in SIMULATED),
+        )
+    )
 
 
 # ------------------------------------------------------------------------------ assembly and parts
 
 
-RIDGE = DENSE_FLOPS_PER_GPU / (TIERS["GPU HBM"] * 1e9)  # FLOP a byte, and so tokens a step
-
-# Over seeds 0 to 199: tokens/s in decode of pages, and of 2,048 reserved, over 8,192 reserved; the
-# batch behind a shared 2k prefix; and the batches with 2k in front of each prompt. Over seeds 0 to
-# 9: tokens/s of pages with 5% kept free, over 69 running, with prefill in the same steps.
-WORTH_OF_PAGES = Spread(2.6, 2.7, 2.9)
-WORTH_OF_2048 = Spread(2.4, 2.6, 2.8)
+# Over seeds 0 to 199: the batch of the assembly's last row. Over seeds 0 to 49: what pages with 5%
+# kept free are worth over 69 running, with prefill in the same steps, at the peak and below it.
 BATCH_BEHIND_2K = Spread(916, 1075.5, 1214)
-BATCH_2K_EACH, BATCH_2K_ONCE = Spread(155, 167, 179), Spread(376, 420, 468)
-WORTH_WITH_PREFILL = Spread(1.54, 1.55, 1.60)
+WORTH_AT_THE_PEAK, WORTH_BELOW_IT = Spread(1.50, 1.56, 1.60), Spread(1.26, 1.30, 1.34)
+
+MFU, MBU = 0.5, 0.8  # what a good server reaches of the peak FLOP/s and of the bandwidth: assumed
+FP8_FLOPS_PER_GPU = 1979e12  # dense FP8 on an H100: as much as BF16 with 2:4 sparsity
+H200_GIB, H200_GB_PER_S = 140.4, 4800  # what an H200 shows of its 141 GB; its FLOP/s are an H100's
+
+# What pages (5% kept free) are worth over 69 running on real lengths: two Azure traces of 2023, as
+# --trace measures them (the files are Azure's: README, "Real traffic").
+AZURE_WORTH = {"chat": 1.31, "code": 0.99}
+
+LESSON_ASSEMBLY = """
+{allocators}
+
+The same as bars, {KV_BUDGET_GIB} GiB wide; # is memory that holds tokens:
+
+{bars}
+
+In the last row a prompt counts as a part of the prefix, as far as that reaches: {inside} of
+{behind_prefix.batch:,} lie inside it altogether. Own tokens start on a fresh page; with
+copy-on-write the batch is {copied.batch:,} ({copied_factor:.1f}x). (Seeds 0 to 199:
+{BATCH_BEHIND_2K.least:,} to {BATCH_BEHIND_2K.most:,}.) If each keeps its whole prompt after the
+prefix, the batch is {after_prefix.batch}, and {unshared.batch} without sharing.
+
+What the batch buys, in decode alone, each sequence at its final length. On the right at
+{MFU:.0%} MFU and {MBU:.0%} of the memory bandwidth (assumed: a good server):
+
+{rates}
+
+{batch_factor:.1f}x the batch is {decode:.1f}x the tokens/s at the peak, and {decode_below:.1f}x at
+{MFU:.0%} MFU. Up to the ridge, {ridge:.0f} tokens a step at the peak, FLOPs lie idle while the
+weights are read. There one more sequence costs only the reading of its KV. Beyond it, more batch
+buys waiting.
+
+With prefill in the same steps (block 6's server, chat, 5% kept free) pages make {with_prefill:.1f}x
+the tokens/s of {reserved.batch} running sequences, and {with_prefill_below:.1f}x at {MFU:.0%} MFU.
+(Seeds 0 to 49: {WORTH_AT_THE_PEAK.least:.2f}x to {WORTH_AT_THE_PEAK.most:.2f}x, and
+{WORTH_BELOW_IT.least:.2f}x to {WORTH_BELOW_IT.most:.2f}x.) The size of a step moves that: with 512
+tokens a step instead of {STEP_TOKENS:,} it is {in_small_steps:.1f}x.
+
+Real lengths are worth less: {AZURE_WORTH[chat]:.2f}x on Azure's chat trace of 2023, and
+{AZURE_WORTH[code]:.2f}x on its code completions, whose prompts fill the step. (At the peak, on this
+server; README, "Real traffic".)
+
+When is KV memory the limit? In decode, of a dense model, if sequences hold more than
+{pool_tokens:,} / {ridge:.0f} = {threshold:,.0f} tokens on average. Ours hold {resident:,.0f}, so
+arithmetic is the limit. Prefill in the same steps moves the threshold up to
+{threshold_prefill:,.0f}.
+
+A mixture of experts reads all its weights, and computes with few of them. DeepSeek-V3 (671e9
+parameters, 37e9 active) has its ridge at {ridge_of_experts:,.0f} tokens on an H100. There KV memory
+is the limit again.
+
+What to pull first? Tokens/s of that server in closed form (steady_rate), with as many running as
+fill 95% of the pool, at most 1,024, at the peak:
+
+{levers}
+
+Memory alone gains little, because arithmetic is the limit: FP8 weights leave {fp8_memory:.0f} GiB
+more for KV, and the tokens/s stay. Arithmetic in FP8 makes {fp8_chat:.1f}x of chat. FP8 KV makes
+{fp8_kv_decode:.1f}x in decode, because half as much is read.
+
+What to say in an interview, in this order:
+
+{interview}
+
+Not built here: the attention kernel that reads through a block table, finding shared prefixes and
+evicting them, offloading to the host, quantized KV with its scales, more than one replica.
+"""
 
 
 def assembly(s: Parts) -> None:
     """Run the workload through the four allocators and sum the lesson up, from the parts in `s`."""
     heading("Assembly. Four allocators, one workload", f"{KV_BUDGET_GIB} GiB, 4,000 requests")
     requests = s["seq_lengths"](4000)
+    after_prefix = [(2048 + prompt, output) for prompt, output in requests]
     rows = {
         "contiguous, reserve 8k": s["contiguous"](requests, 8192),
         "contiguous, reserve 2k": s["contiguous"](requests, 2048),
         "paged, 16-token pages": s["paged"](requests, 16),
         "paged + shared 2k prefix": s["shared_prefix"](requests, 2048),
     }
-    show_allocators(s, requests, rows)
-    in_decode = show_rates(s, rows)
-    with_prefill = show_rates_with_prefill(s, requests, rows)
-    show_interview(s, rows, in_decode, with_prefill)
-
-
-def show_allocators(s: Parts, requests: list[tuple[int, int]], rows: dict[str, Allocation]) -> None:
-    """How many sequences each allocator holds, and what its last row assumes."""
-    reserved, _, _, behind_prefix = rows.values()
-    print("  allocator                     batch      held   logical  held/logical vs baseline")
-    for name, row in rows.items():
-        print(
-            f"  {name:<26}{row.batch:>9}{s['kv_gib'](row.held_tokens):>7.0f} G"
-            f"{s['kv_gib'](row.logical_tokens):>8.0f} G"
-            f"{row.held_tokens / row.logical_tokens:>13.2f}x{row.batch / reserved.batch:>11.1f}x"
-        )
+    reserved, _, in_pages, behind_prefix = rows.values()
     copied = s["shared_prefix"](requests, 2048, copy_on_write=True)
-    inside = sum(prompt <= 2048 for prompt, _ in requests[: behind_prefix.batch])
-    say(
-        f"""The last row ({BATCH_BEHIND_2K.least:,} to {BATCH_BEHIND_2K.most:,} over seeds 0 to 199)
-        starts each request's own tokens on a fresh page. Real copy-on-write copies the page that a
-        short prompt diverges in, and then the batch is {copied.batch:,}
-        ({copied.batch / reserved.batch:.1f}x). And it takes each prompt for a part of the prefix,
-        as far as that reaches: {inside} of the {behind_prefix.batch:,} lie inside it altogether.
-        Put 2k in front of a whole prompt, and the batch is another:"""
-    )
-    ahead = [(2048 + prompt, output) for prompt, output in requests]
-    print("\n  2k in front of each prompt    batch   seeds 0-199")
-    for stored, row, spread in (
-        ("stored with each request", s["paged"](ahead, 16), BATCH_2K_EACH),
-        ("stored once", s["shared_prefix"](ahead, 2048), BATCH_2K_ONCE),
-    ):
-        print(f"  {stored:<26}{row.batch:>9}{f'{spread.least}-{spread.most}':>14}")
-
-
-def show_rates(s: Parts, rows: dict[str, Allocation]) -> float:
-    """What the batch buys in decode; returns the tokens/s of pages over those of 8k slots."""
-    reserved, small, in_pages, behind_prefix = rows.values()
-    say("What the batch buys, in decode alone, every sequence at its final length, at the peaks:")
-    print("\n  allocator                     batch       step       tok/s   for each user")
-    rates: list[float] = []
-    for name, row in rows.items():
-        seconds = s["step_seconds"](row.batch, row.logical_tokens)
-        rates.append(row.batch / seconds)
-        print(
-            f"  {name:<26}{row.batch:>9}{seconds * 1000:>8.1f} ms{rates[-1]:>12,.0f}"
-            f"{1 / seconds:>16.1f}"
+    below = partial(s["step_seconds"], mfu=MFU, mbu=MBU)
+    pool_tokens, ridge = s["budget_tokens"](), s["ridge_tokens"]()
+    threshold = pool_tokens / ridge
+    in_decode, in_decode_below = (
+        in_pages.batch / clock(in_pages.batch, in_pages.logical_tokens)
+        / (reserved.batch / clock(reserved.batch, reserved.logical_tokens))
+        for clock in (s["step_seconds"], below)
+    )  # fmt: skip
+    with_prefill, with_prefill_below, in_small_steps = (
+        worth_of_pages(s, requests, reserved.batch, clock, step_tokens)
+        for clock, step_tokens in (
+            (s["step_seconds"], STEP_TOKENS), (below, STEP_TOKENS), (s["step_seconds"], 512),
         )
-    slots_rate, small_rate, pages_rate, _ = rates
-    read_once = s["step_seconds"](behind_prefix.batch, behind_prefix.held_tokens)
-    say(
-        f"""{in_pages.batch / reserved.batch:.1f}x the batch is {pages_rate / slots_rate:.1f}x the
-        tokens/s ({WORTH_OF_PAGES.least}x to {WORTH_OF_PAGES.most}x over seeds 0 to 199), and
-        {small.batch / reserved.batch:.0f}x was {small_rate / slots_rate:.1f}x already
-        ({WORTH_OF_2048.least}x to {WORTH_OF_2048.most}x, misfits counted whole). Up to the ridge,
-        {RIDGE:.0f} tokens a step, FLOPs lie idle while the weights are read, and one more sequence
-        costs only the reading of its KV; beyond it more batch buys waiting. (Where a kernel reads
-        the shared prefix once for all, the last row takes {read_once * 1000:.0f} ms.)"""
+    )  # fmt: skip
+    levers = pull_levers(s, requests)
+    plain, _, fp8, fp8_kv, _, _ = levers.values()
+    tell(
+        LESSON_ASSEMBLY,
+        allocators=table(
+            "  allocator                     batch      held   logical  held/logical vs baseline",
+            "  {:<26}{:>9}{:>7.0f} G{:>8.0f} G{:>13.2f}x{:>11.1f}x",
+            (
+                (
+                    name,
+                    row.batch,
+                    s["kv_gib"](row.held_tokens),
+                    s["kv_gib"](row.logical_tokens),
+                    row.held_tokens / row.logical_tokens,
+                    row.batch / reserved.batch,
+                )
+                for name, row in rows.items()
+            ),
+        ),
+        bars=memory_bars(s, rows),
+        rates=table(
+            "  allocator                   batch   step     tok/s  each |   step     tok/s  each",
+            "  {:<26}{:>7}{:>7.1f}{:>10,.0f}{:>6.1f} |{:>7.1f}{:>10,.0f}{:>6.1f}",
+            (
+                (name, row.batch, *rate(row, s["step_seconds"]), *rate(row, below))
+                for name, row in rows.items()
+            ),
+        ),
+        levers=table(
+            "                             KV budget      decode, tok/s    with prefill, tok/s\n"
+            "                                   GiB      chat     long       chat        long",
+            "  {:<26}{:>10.1f}{:>10,.0f}{:>9,.0f}{:>11,.0f}{:>12,.0f}",
+            ((name, *lever) for name, lever in levers.items()),
+        ),
+        interview="\n".join(wrapped(x, f"  {i}. ") for i, x in enumerate(interview(s, rows), 1)),
+        reserved=reserved,
+        behind_prefix=behind_prefix,
+        inside=sum(prompt <= 2048 for prompt, _ in requests[: behind_prefix.batch]),
+        copied=copied,
+        copied_factor=copied.batch / reserved.batch,
+        after_prefix=s["shared_prefix"](after_prefix, 2048),
+        unshared=s["paged"](after_prefix, 16),
+        batch_factor=in_pages.batch / reserved.batch,
+        decode=in_decode,
+        decode_below=in_decode_below,
+        with_prefill=with_prefill,
+        with_prefill_below=with_prefill_below,
+        in_small_steps=in_small_steps,
+        pool_tokens=pool_tokens,
+        ridge=ridge,
+        threshold=threshold,
+        threshold_prefill=threshold / s["step_fills"](requests, 1),
+        resident=s["resident_tokens"](requests),
+        ridge_of_experts=s["ridge_tokens"](n_params=671e9, active_params=37e9),
+        fp8_memory=fp8.kv_gib - plain.kv_gib,
+        fp8_chat=fp8.chat / plain.chat,
+        fp8_kv_decode=fp8_kv.chat_decode / plain.chat_decode,
     )
-    say(
-        f"""So in decode, at both peaks, KV memory is the limit only while it keeps the batch under
-        the ridge: above {s["budget_tokens"]() / RIDGE:,.0f} tokens that a running sequence holds,
-        averaged over time. Prefill in the same steps counts against the ridge too, and moves that
-        up."""
-    )
-    return pages_rate / slots_rate
 
 
-def show_rates_with_prefill(
-    s: Parts, requests: list[tuple[int, int]], rows: dict[str, Allocation]
+def rate(row: Allocation, step_seconds: Callable[[float, float], float]) -> Iterator[float]:
+    """Milliseconds of a decode step of a batch, its tokens/s, and those of each sequence."""
+    seconds = step_seconds(row.batch, row.logical_tokens)
+    return iter((seconds * 1000, row.batch / seconds, 1 / seconds))
+
+
+def worth_of_pages(
+    s: Parts,
+    requests: list[tuple[int, int]],
+    reserved: int,
+    step_seconds: Callable[[float, float], float],
+    step_tokens: int,
 ) -> float:
-    """The same with prefill in the same steps; returns pages over as many as 8k slots hold."""
-    reserved, small, *_ = rows.values()
+    """Tokens/s of pages with 5% kept free, over those of `reserved` running, prefill included."""
     pages = s["budget_tokens"]() // 16
-    few, more, many = (
-        s["serve"](requests, pages, 16, watermark, most, STEP_TOKENS).tokens_per_s
-        for watermark, most in ((0, reserved.batch), (0, small.batch), (0.05, 500))
-    )
-    say(
-        f"""With prefill in the same steps (block 6's server, chat, steady state) {reserved.batch}
-        at once make {few:,.0f} tok/s, {small.batch} make {more:,.0f}, and as many as fit with 5% of
-        the pages kept free {many:,.0f}. That is {many / few:.1f}x of {reserved.batch}
-        ({WORTH_WITH_PREFILL.least:.2f}x to {WORTH_WITH_PREFILL.most:.2f}x over seeds 0 to 9), and
-        {small.batch} are worth nearly as much, in pages: of slots of 2,048 tokens, {small.misfits}
-        would be too small."""
+    few, many = (
+        s["serve"](requests, pages, 16, kept, most, step_tokens, step_seconds).tokens_per_s
+        for kept, most in ((0, reserved), (0.05, 500))
     )
     return float(many / few)
 
 
-def show_interview(
-    s: Parts, rows: dict[str, Allocation], in_decode: float, with_prefill: float
-) -> None:
-    """What to say, in order, and what the lesson did not build."""
+def memory_bars(s: Parts, rows: dict[str, Allocation]) -> str:
+    """The first three allocators as bars: what of the budget holds tokens, and how many run."""
+    lines = []
+    for name, row in list(rows.items())[:3]:
+        gib = s["kv_gib"](row.logical_tokens)
+        bar = "#" * round(40 * s["budget_share"](gib))
+        lines.append(f"  {name:<23} |{bar:.<40}| {gib:5.1f} GiB, {row.batch} run")
+    return "\n".join(lines)
+
+
+class Lever(NamedTuple):
+    """What a server makes with one thing changed: its budget, and tokens/s by mix."""
+
+    kv_gib: float
+    chat_decode: float
+    long_decode: float
+    chat: float
+    long: float
+
+
+def pull_levers(s: Parts, requests: list[tuple[int, int]]) -> dict[str, Lever]:
+    """Quantization and a larger card, one at a time and together, in closed form."""
+    fp8_gib = KV_BUDGET_GIB + WEIGHTS_GIB / 2
+    h200_gib = KV_BUDGET_GIB + GPUS * (H200_GIB - GPU_GIB)
+    fp8_kv = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, 1)
+    weights = {"weight_bytes": 1}
+    computed = {"weight_bytes": 1, "flops_per_gpu": FP8_FLOPS_PER_GPU}
+    return {
+        "16-bit weights and KV": lever(s, requests, KV_BUDGET_GIB, KV_PER_TOKEN),
+        "FP8 weights alone": lever(s, requests, fp8_gib, KV_PER_TOKEN, **weights),
+        "FP8 weights, arithmetic": lever(s, requests, fp8_gib, KV_PER_TOKEN, **computed),
+        "FP8 KV": lever(s, requests, KV_BUDGET_GIB, fp8_kv),
+        "all of these": lever(s, requests, fp8_gib, fp8_kv, **computed),
+        "an H200, 16 bits": lever(
+            s, requests, h200_gib, KV_PER_TOKEN, gb_per_s=H200_GB_PER_S
+        ),
+    }  # fmt: skip
+
+
+def lever(
+    s: Parts, requests: list[tuple[int, int]], budget_gib: float, kv_per_token: int, **card: float
+) -> Lever:
+    """Tokens/s of both mixes, in decode alone and with prefill in the same steps."""
+    clock = partial(s["step_seconds"], kv_per_token=kv_per_token, **card)
+    tokens = s["budget_tokens"](budget_gib, kv_per_token)
+    decode, with_prefill = [], []
+    for lengths in mixes(requests).values():
+        resident = s["resident_tokens"](lengths)
+        running = min(0.95 * tokens / resident, s["step_fills"](lengths, STEP_TOKENS), 1024)
+        decode.append(running / clock(running, running * resident))
+        with_prefill.append(s["steady_rate"](lengths, running, step_seconds=clock))
+    return Lever(budget_gib, *decode, *with_prefill)
+
+
+def interview(s: Parts, rows: dict[str, Allocation]) -> Iterator[str]:
+    """Six sentences, each with one number and its condition."""
     reserved, _, in_pages, _ = rows.values()
     per_token = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
-    behind_4k = s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1)
-    print("\n  What to say in an interview, in this order:")
-    points = (
-        f"""KV is {per_token // 1024} KiB a token, so one 128k request holds
-        {s["budget_share"](s["kv_gib"](131_072)):.0%} of a replica's KV budget. KV memory bounds
-        the batch.""",
-        f"""Reserving 8k tokens a sequence wastes {reserved.waste:.0%} here, and over seeds
-        {WASTE_AT_8192.least:.0%} to {WASTE_AT_8192.most:.0%}. Pages of 16 waste
-        {in_pages.waste:.2%} and hold {in_pages.batch / reserved.batch:.1f}x the batch
-        ({PAGES_OVER_8192.least}x to {PAGES_OVER_8192.most}x). Nobody need know how long an answer
-        gets.""",
-        f"""The batch is not the throughput: that is {in_decode:.1f}x the tokens/s in decode, and
-        with prefill in the same steps {with_prefill:.1f}x. Beyond {RIDGE:.0f} tokens a step, more
-        batch buys waiting.""",
-        f"""Pages can be shared. 64 requests behind one 4k prefix store {behind_4k.saved:.0%} less
-        here, {s["expected_saving"](64, 4096):.1%} by expectation, and 63 prefills are not done.""",
-        f"""Fetching KV is quicker than recomputing it above {s["break_even"]():.1f} GB/s (TP4,
-        fp16, at peak FLOPs), above {s["break_even"](mfu=0.5):.1f} GB/s at 50% MFU, and above less
-        for long prefixes; and it leaves the GPUs to others.""",
-        f"""When pages run out, the newest sequence is preempted and recomputed. In overload that
-        begins near 90% of this pool, and costs {LOSS["chat"].median:.0f}% of the tokens/s, or
-        {LOSS["long"].median:.0f}% with long answers (medians of ten draws). Keep 5% free, or run a
-        tenth fewer than fill the pool: the first token comes later, and the tokens/s come back.""",
+    yield f"A token of a 70B model with GQA-8 holds {per_token // 1024} KiB of KV in 16 bits."
+    yield f"Reserving 8k tokens for every sequence wastes {reserved.waste:.0%} of it on a chat mix."
+    yield (
+        f"Pages hold {in_pages.batch / reserved.batch:.0f}x that batch, and nobody need know how"
+        " long an answer gets."
     )
-    for i, point in enumerate(points, 1):
-        print(wrapped(point, first=f"  {i}. "))
-    say(
-        """Not built here: the attention kernel that reads through a block table, finding shared
-        prefixes and evicting them, arrivals over time, a preempted sequence offloaded to the host,
-        quantized KV with its scales, more than one replica."""
+    yield (
+        f"Above the ridge, {s['ridge_tokens']():.0f} tokens a step on an H100 and a dense model,"
+        " more batch buys waiting."
     )
+    yield (
+        f"Fetching KV beats recomputing it above {s['break_even']():.0f} GB/s, for this model on"
+        " four H100s at the peak."
+    )
+    yield (
+        "When pages run out the newest sequence is preempted and recomputed: in overload keep 5%"
+        " free."
+    )
+
+
+def prerequisites(number: int) -> list[int]:
+    """The blocks that must run before block `number`, in order."""
+    needed: set[int] = set()
+    for need in BLOCKS[number].needs:
+        needed.update(prerequisites(need), (need,))
+    return sorted(needed)
+
+
+def collect(numbers: Iterable[int], show: bool = False, s: Parts | None = None) -> Parts:
+    """Run the blocks in the order given, each on the parts of those before it (first `s`)."""
+    gathered = dict(s or {})
+    for number in numbers:
+        if show:
+            heading(f"Block {number}. {BLOCKS[number].title}", BLOCKS[number].teaches)
+        gathered.update(BLOCKS[number].run(gathered, show))
+    return gathered
 
 
 def parts() -> Parts:
@@ -1409,6 +1842,207 @@ def parts() -> Parts:
 
 
 # ------------------------------------------------------------------------- the lesson ends here
+
+
+# --------------------------------------------------------------------------------------- printing
+
+
+def heading(title: str, teaches: str) -> None:
+    """Print a title between rules, its lesson under it."""
+    print(f"{'=' * 80}\n{title}\n  {teaches}\n{'-' * 80}")
+
+
+def wrapped(text: str, first: str = "  ") -> str:
+    """`text` as lines of at most 80 columns, set in as far as `first`, which starts line one."""
+    return textwrap.fill(
+        " ".join(text.split()),
+        width=80,
+        initial_indent=first,
+        subsequent_indent=" " * len(first),
+        break_on_hyphens=False,
+    )
+
+
+def say(paragraph: str) -> None:
+    """Print a paragraph of prose under what was printed last."""
+    print(f"\n{wrapped(paragraph)}")
+
+
+def tell(lesson: str, **figures: Any) -> None:
+    """Print a lesson: paragraphs are wrapped, and what starts with a blank is printed as it is.
+
+    A figure in braces is one of `figures`, or a constant of the module.
+    """
+    figures = {**globals(), **figures}
+    for i, paragraph in enumerate(lesson.strip("\n").split("\n\n")):
+        text = paragraph.format_map(figures)
+        print("\n" * (i > 0) + (text if text.startswith(" ") else wrapped(text)))
+
+
+def table(headings: str, row: str, cells: Iterable[Iterable[Any]]) -> str:
+    """A table as text: its headings, and a line for each row of cells, in the format of `row`."""
+    return "\n".join([headings, *(row.format(*line) for line in cells)])
+
+
+# ----------------------------------------------------------------------------- the quick scheduler
+
+
+class QuickRequest(Request):
+    """A request of the quick scheduler, which counts pages and names none."""
+
+    __slots__ = ("cached", "lag")
+
+    def __init__(self, prompt: int, output: int) -> None:
+        super().__init__(prompt, output)
+        self.lag = 0  # while it decodes: the step's number, less its computed tokens
+        self.cached = [0]  # after a preemption: how many of its first pages are free and its own
+
+
+class CountedPages:
+    """The free pages of a pool, counted; with prefix caching, in the order of their taking."""
+
+    def __init__(self, pages: int, page_tokens: int, prefix_caching: bool) -> None:
+        self.free = pages
+        self.page_tokens = page_tokens
+        self.prefix_caching = prefix_caching
+        self.blank = pages  # free, and no full page of anybody: taken first
+        self.full: deque[list[int]] = deque()  # free and full, by sequence: longest ago first
+
+    def take(self, n: int) -> None:
+        """Take n free pages."""
+        self.free -= n
+        if n <= self.blank:
+            self.blank -= n
+            return
+        n -= self.blank
+        self.blank = 0
+        while n:
+            pages = self.full[0]
+            taken = min(n, pages[0])  # a sequence's last pages before its first
+            pages[0] -= taken
+            n -= taken
+            if not pages[0]:
+                self.full.popleft()
+
+    def release(self, tokens: int) -> list[int]:
+        """Free the pages of a sequence; returns how many of its first pages may be found again."""
+        pages = pages_for(tokens, self.page_tokens)
+        full = [tokens // self.page_tokens if self.prefix_caching else 0]
+        self.free += pages
+        self.blank += pages - full[0]
+        if full[0]:
+            self.full.append(full)
+        return full
+
+    def find(self, cached: list[int]) -> int:
+        """Take what is left of the pages that a sequence released; returns how many."""
+        found, cached[0] = cached[0], 0
+        self.free -= found
+        return found
+
+
+def quick_steps(
+    waiting: deque[QuickRequest],
+    pages: int,
+    page_tokens: int,
+    kept_free: int,
+    max_running: float,
+    max_batched_tokens: float,
+    prefix_caching: bool,
+) -> Iterator[tuple[int, ...]]:
+    """The records of Scheduler's steps, as plain tuples, for ever; requests may be added between.
+
+    Every sequence that decodes computes one token a step. So the step's number less its computed
+    tokens, its lag, stays as it is, and it takes a page whenever the step's number is its lag
+    modulo page_tokens. `due` counts the sequences by that: a step in which nobody comes or goes
+    costs as much for a thousand sequences as for one.
+    """
+    pool = CountedPages(pages, page_tokens, prefix_caching)
+    running: dict[int, QuickRequest] = {}  # those that decode, by the number of their entry
+    filling: QuickRequest | None = None  # in the middle of its prefill: the newest of all that run
+    due: defaultdict[int, int] = defaultdict(int)
+    finishing: defaultdict[int, list[int]] = defaultdict(list)  # by step; may be preempted by then
+    entries = count()
+
+    def preempt(victim: QuickRequest) -> None:
+        victim.cached = pool.release(victim.computed)
+        victim.computed, victim.preempted = 0, True
+        waiting.appendleft(victim)
+
+    for step in count():
+        preempted = prefilled = reprefilled = entered = 0
+
+        # Those that decode, the oldest first: some take a page. While there are too few, the oldest
+        # take what is free, and the newest of all is preempted.
+        growing = due[step % page_tokens]
+        while growing > pool.free:
+            growing -= pool.free
+            pool.take(pool.free)
+            if filling:
+                victim, filling = filling, None
+            else:
+                victim = running.popitem()[1]
+                victim.computed = step - victim.lag
+                victim.known = victim.computed + 1
+                due[victim.lag % page_tokens] -= 1
+                growing -= victim.computed % page_tokens == 0
+            preempt(victim)
+            preempted += 1
+        if growing:
+            pool.take(growing)
+        room = max_batched_tokens - len(running)
+
+        # The one that fills, then those that wait.
+        entering: list[QuickRequest] = []
+        if filling:
+            tokens = int(min(filling.known - filling.computed, room))
+            needed = pages_for(filling.computed + tokens, page_tokens)
+            needed -= pages_for(filling.computed, page_tokens)
+            if needed <= pool.free:
+                pool.take(needed)
+                filling.computed += tokens
+                prefilled = tokens
+                reprefilled = tokens * filling.preempted
+                room -= tokens
+                entering.append(filling)
+            else:
+                preempt(filling)
+                preempted += 1
+            filling = None
+        while waiting and not preempted and room and len(running) + len(entering) < max_running:
+            request = waiting[0]
+            needed = pages_for(request.known, page_tokens)
+            if needed + (kept_free if running or entering else 0) > pool.free:
+                break
+            entering.append(waiting.popleft())
+            found = pool.find(request.cached)
+            tokens = int(min(request.known - found * page_tokens, room))
+            request.computed = found * page_tokens + tokens
+            pool.take(pages_for(request.computed, page_tokens) - found)
+            prefilled += tokens
+            reprefilled += tokens * request.preempted
+            room -= tokens
+            entered += not request.preempted
+        ran, held, generated = len(running) + len(entering), pages - pool.free, len(running)
+
+        # Generate.
+        for request in entering:
+            if request.computed < request.known:
+                filling = request
+            else:
+                generated += 1
+                number = next(entries)
+                running[number] = request
+                request.lag = step + 1 - request.computed
+                due[request.lag % page_tokens] += 1
+                finishing[step + request.length - request.known - 1].append(number)
+        computed = ran - len(entering) + prefilled
+        for number in finishing.pop(step, ()):
+            if number in running:
+                request = running.pop(number)
+                due[request.lag % page_tokens] -= 1
+                pool.release(step + 1 - request.lag)
+        yield ran, computed, generated, held, preempted, prefilled, reprefilled, entered
 
 
 # ---------------------------------------------------------------------------------------- verify
@@ -2978,6 +3612,7 @@ def predict(s: Parts) -> int:
 # -------------------------------------------------------------------------------------- arguments
 
 
+MOST_PAGES = 10**7  # a pool has a list of its pages
 MANY = 2 * 10**18  # more than anybody counts here: 1e9 GiB have fewer bytes
 TINY, HUGE = 1e-30, 1e30  # and less and more than anybody measures
 
@@ -3082,16 +3717,24 @@ def pair(i: int, request: Any) -> tuple[int, int]:
 
 def servable(
     requests: Iterable[tuple[int, int]], pages: int, page_tokens: int
-) -> Iterator[tuple[int, int, int]]:
-    """The requests as (prompt, output, 0 generated), if each has an output and fits the pool."""
+) -> Iterator[tuple[int, int]]:
+    """The requests, if each has a prompt and an output and fits the pool."""
     for i, (prompt, output) in enumerate(requests):
+        whole(f"requests[{i}] prompt", prompt, least=1)
         whole(f"requests[{i}] output", output, least=1)
         if prompt + output > pages * page_tokens:
             raise ValueError(
                 f"requests[{i}] of {prompt + output:,} tokens never fits"
                 f" {pages:,} pages of {page_tokens:,}"
             )
-        yield prompt, output, 0
+        yield prompt, output
+
+
+def some_output(tokens: float) -> float:
+    """The output tokens of a workload, if there are any."""
+    if not tokens:
+        raise ValueError("requests must generate something, not 0 tokens in all")
+    return tokens
 
 
 def mapping(name: str, value: Any) -> Mapping[str, Any]:
@@ -3108,6 +3751,11 @@ def function(name: str, value: Any) -> Callable[..., Any]:
     return cast(Callable[..., Any], value)
 
 
+def count_of(name: str, value: Any) -> int:
+    """A whole number of tokens; what is one already costs next to nothing."""
+    return value if value.__class__ is int and 0 <= value <= MANY else whole(name, value)
+
+
 some = partial(whole, least=1)
 anything = partial(number, least=0)
 
@@ -3122,10 +3770,12 @@ ALLOWED: dict[str, Callable[[str, Any], Any]] = {
     "attention": truth, "copy_on_write": truth,
     "occupancy": partial(number, least=0, most=1), "watermark": share_below_one,
     "max_running": partial(optional, rule=some), "step_seconds": function,
-    "max_batched_tokens": partial(optional, rule=some),
     "fetch_seconds kv_per_token": number, "break_even kv_per_token": number,
     "step_seconds kv_per_token": number, "step_seconds tokens": anything,
-    "step_seconds held_tokens": anything, "break_even prefix": some,
+    "step_seconds held_tokens": anything, "mbu": partial(number, most=1),
+    "active_params": partial(optional, rule=number), "weight_bytes": number,
+    "running": anything, "max_batched_tokens": partial(optional, rule=some),
+    "step_fills max_batched_tokens": number, "prefix_caching": truth, "break_even prefix": some,
     "shortest_fetch gb_per_s": partial(number, least=1e-3),
     "kv_bytes dtype_bytes": partial(optional, rule=width),
 }  # fmt: skip
@@ -3153,9 +3803,85 @@ def as_is(name: str, value: Any) -> Any:
 for bare in (
     seq_lengths, kv_bytes_per_token, kv_gib, budget_share, kv_bytes, budget_tokens, contiguous,
     paged, prefixed_lengths, shared_prefix, expected_saving, fetch_seconds, recompute_seconds,
-    break_even, shortest_fetch, preempted_tokens, step_seconds, resident_tokens, serve,
+    break_even, shortest_fetch, preempted_tokens, step_seconds, ridge_tokens, resident_tokens,
+    step_fills, steady_rate, serve,
 ):  # fmt: skip
     globals()[bare.__name__] = guarded(bare)
+
+
+def guard_classes() -> None:
+    """Give PagePool and Scheduler the same: a refused call has changed nothing."""
+    create, allocate, append = PagePool.__init__, PagePool.allocate, PagePool.append
+    fork, release, references = PagePool.fork, PagePool.release, PagePool.references
+    schedule, add = Scheduler.__init__, Scheduler.add
+
+    def own(pool: PagePool, sequence: Any) -> Sequence:
+        return sequence if getattr(sequence, "pool", None) is pool else refuse(sequence)
+
+    @wraps(create)
+    def checked_create(self: PagePool, pages: int, page_tokens: int = 16) -> None:
+        create(self, whole("pages", pages, 1, MOST_PAGES), some("page_tokens", page_tokens))
+
+    @wraps(allocate)
+    def checked_allocate(self: PagePool, tokens: int) -> Sequence:
+        return allocate(self, count_of("tokens", tokens))
+
+    @wraps(append)
+    def checked_append(self: PagePool, sequence: Sequence, n: int = 1) -> None:
+        append(self, own(self, sequence), count_of("n", n))
+
+    @wraps(fork)
+    def checked_fork(self: PagePool, sequence: Sequence, tokens: int) -> Sequence:
+        return fork(self, own(self, sequence), whole("tokens", tokens, most=sequence.tokens))
+
+    @wraps(release)
+    def checked_release(self: PagePool, sequence: Sequence) -> None:
+        release(self, own(self, sequence))
+
+    @wraps(references)
+    def checked_references(self: PagePool, page: int) -> int:
+        return references(self, whole("page", page, most=self.pages - 1))
+
+    @wraps(schedule)
+    def checked_schedule(
+        self: Scheduler,
+        pages: int,
+        page_tokens: int = 16,
+        watermark: float = 0.0,
+        max_running: int | None = None,
+        max_batched_tokens: int | None = None,
+    ) -> None:
+        limits = [
+            optional(name, limit, some)
+            for name, limit in (
+                ("max_running", max_running), ("max_batched_tokens", max_batched_tokens),
+            )
+        ]  # fmt: skip
+        schedule(self, pages, page_tokens, share_below_one("watermark", watermark), *limits)
+
+    @wraps(add)
+    def checked_add(self: Scheduler, prompt: int, output: int) -> None:
+        prompt, output = some("prompt", prompt), some("output", output)
+        room = self.pool.pages * self.pool.page_tokens
+        if prompt + output > room:
+            raise ValueError(f"prompt + output = {prompt + output:,} never fits {room:,} tokens")
+        add(self, prompt, output)
+
+    def uncopied(self: Any) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be copied; a sequence can be forked")
+
+    for owner, methods in (
+        (PagePool, (checked_create, checked_allocate, checked_append, checked_fork,
+                    checked_release, checked_references)),
+        (Scheduler, (checked_schedule, checked_add)),
+    ):  # fmt: skip
+        for method in methods:
+            setattr(owner, method.__name__, method)
+    for owner in (PagePool, Sequence):
+        owner.__reduce__ = uncopied  # type: ignore[method-assign]
+
+
+guard_classes()
 
 
 # ---------------------------------------------------------------------------------- command line
