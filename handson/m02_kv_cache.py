@@ -212,8 +212,8 @@ vLLM's default is stricter than the lesson's:
 "The rest" is activations (the values inside a forward pass), CUDA graphs (recorded launches) and
 communication buffers. It is assumed: nobody measured it for this lesson.
 
-Grouped-query attention (GQA) lets {heads_of_a_group} query heads share one KV head. Without it a
-token would cost {without_gqa_kib:,} KiB, {gqa}x as much. That is a what-if: Llama-2 70B has
+Grouped-query attention (GQA) lets {group} query heads share one KV head. Without it a
+token would cost {without_gqa_kib:,} KiB, {times}x as much. That is a what-if: Llama-2 70B has
 {KV_HEADS} KV heads too. For another model, --model config.json prints these sizes.
 """
 
@@ -222,45 +222,34 @@ token would cost {without_gqa_kib:,} KiB, {gqa}x as much. That is a what-if: Lla
 def b1(s: Parts, show: bool) -> Parts:
     """Price a token, then contexts; derive the budget."""
     if show:
-        without_gqa = kv_bytes_per_token(LAYERS, Q_HEADS, HEAD_DIM, DTYPE)
-        tell(
-            LESSON_1,
-            contexts=table(
-                "     context   KV per sequence   % of a replica",
-                "{:>12,}{:>15.2f} GiB{:>17.1%}",
-                ((n, kv_gib(n), budget_share(kv_gib(n))) for n in CONTEXTS),
-            ),
-            budget=table(
-                "                                     the lesson   vLLM's default",
-                "  {:<34}{:>13}{:>17}",
-                [
-                    (
-                        "cards x GiB that each shows",
-                        f"{GPUS} x {GPU_GIB}",
-                        f"{GPUS} x {RUNTIME_GIB}",
-                    ),
-                    ("x the share that is used", "1.00", f"{UTILIZATION:.2f}"),
-                    ("- weights, 70e9 x 2 bytes", *[f"{WEIGHTS_GIB:.1f}"] * 2),
-                    ("- the rest (assumed)", *[f"{REST_GIB:.1f}"] * 2),
-                    ("= KV budget, GiB", f"{KV_BUDGET_GIB:.1f}", f"{default_budget_gib():.1f}"),
-                ],
-            ),
-            token_kib=KV_PER_TOKEN / 1024,
-            heads_of_a_group=Q_HEADS // KV_HEADS,
-            without_gqa_kib=without_gqa // 1024,
-            gqa=without_gqa // KV_PER_TOKEN,
+        token_kib = KV_PER_TOKEN / 1024
+        contexts = table(
+            "     context   KV per sequence   % of a replica",
+            "{:>12,}{:>15.2f} GiB{:>17.1%}",
+            ((n, kv_gib(n), budget_share(kv_gib(n))) for n in CONTEXTS),
         )
+        default_gib = GPUS * RUNTIME_GIB * UTILIZATION - WEIGHTS_GIB - REST_GIB
+        budget = table(
+            "                                     the lesson   vLLM's default",
+            "  {:<34}{:>13}{:>17}",
+            [
+                ("cards x GiB that each shows", f"{GPUS} x {GPU_GIB}", f"{GPUS} x {RUNTIME_GIB}"),
+                ("x the share that is used", "1.00", f"{UTILIZATION:.2f}"),
+                ("- weights, 70e9 x 2 bytes", f"{WEIGHTS_GIB:.1f}", f"{WEIGHTS_GIB:.1f}"),
+                ("- the rest (assumed)", f"{REST_GIB:.1f}", f"{REST_GIB:.1f}"),
+                ("= KV budget, GiB", f"{KV_BUDGET_GIB:.1f}", f"{default_gib:.1f}"),
+            ],
+        )
+        without_gqa = kv_bytes_per_token(LAYERS, Q_HEADS, HEAD_DIM, DTYPE)
+        times, without_gqa_kib = without_gqa // KV_PER_TOKEN, without_gqa // 1024
+        group = Q_HEADS // KV_HEADS
+        tell(LESSON_1, locals())
     return {
         "kv_bytes_per_token": kv_bytes_per_token,
         "kv_gib": kv_gib,
         "budget_share": budget_share,
         "kv_bytes": kv_bytes,
     }
-
-
-def default_budget_gib() -> float:
-    """The KV budget with vLLM's default utilization and the lesson's rest, in GiB."""
-    return GPUS * RUNTIME_GIB * UTILIZATION - WEIGHTS_GIB - REST_GIB
 
 
 # ------------------------------------------------------------------ block 2: contiguous allocation
@@ -355,26 +344,23 @@ def b2(s: Parts, show: bool) -> Parts:
     """Sweep the reservation over the workload."""
     if show:
         requests, gib = seq_lengths(4000), s["kv_gib"]
-        sweep = {reserve: contiguous(requests, reserve) for reserve in (2048, 4096, 8192, 32_768)}
-        small = contiguous(requests, 512)
-        tell(
-            LESSON_2,
-            sweep=table(
-                "     reserve   batch    reserved   actually used   wasted",
-                "{:>12,}{:>8}{:>9.1f} GiB{:>13.1f} GiB{:>9.1%}",
-                (
-                    (reserve, row.batch, gib(row.held_tokens), gib(row.logical_tokens), row.waste)
-                    for reserve, row in sweep.items()
-                ),
+        rows = {reserve: contiguous(requests, reserve) for reserve in (2048, 4096, 8192, 32_768)}
+        sweep = table(
+            "     reserve   batch    reserved   actually used   wasted",
+            "{:>12,}{:>8}{:>9.1f} GiB{:>13.1f} GiB{:>9.1%}",
+            (
+                (reserve, row.batch, gib(row.held_tokens), gib(row.logical_tokens), row.waste)
+                for reserve, row in rows.items()
             ),
-            misfits=table(
-                "     reserve   too long for it",
-                "{:>12,}{:>10} of {}",
-                ((reserve, row.misfits, row.batch) for reserve, row in sweep.items()),
-            ),
-            small=small,
-            overfull=small.logical_tokens / small.held_tokens,
         )
+        misfits = table(
+            "     reserve   too long for it",
+            "{:>12,}{:>10} of {}",
+            ((reserve, row.misfits, row.batch) for reserve, row in rows.items()),
+        )
+        small = contiguous(requests, 512)
+        overfull = small.logical_tokens / small.held_tokens
+        tell(LESSON_2, locals())
     return {
         "seq_lengths": seq_lengths,
         "budget_tokens": budget_tokens,
@@ -569,40 +555,34 @@ Block 6 runs such a server.
 def b3(s: Parts, show: bool) -> Parts:
     """A sequence growing on a small pool, then the page sizes on the workload."""
     if show:
-        pool, story = PagePool(pages=8, page_tokens=16), []
+        pool, lines = PagePool(pages=8, page_tokens=16), []
         a = pool.allocate(20)
-        story.append(traced("a = allocate(20)", a, pool, "two pages"))
+        lines.append(traced("a = allocate(20)", a, pool, "two pages"))
         b = pool.allocate(16)
-        story.append(traced("b = allocate(16)", b, pool, "somebody else's page"))
+        lines.append(traced("b = allocate(16)", b, pool, "somebody else's page"))
         pool.append(a, 12)
-        story.append(traced("append(a, 12)", a, pool, "the last page had room"))
+        lines.append(traced("append(a, 12)", a, pool, "the last page had room"))
         pool.append(a, 6)
-        story.append(traced("append(a, 6)", a, pool, "a page, anywhere"))
+        lines.append(traced("append(a, 6)", a, pool, "a page, anywhere"))
         pool.release(b)
-        story.append(traced("release(b)", b, pool, "free for anybody"))
+        lines.append(traced("release(b)", b, pool, "free for anybody"))
+        story = "\n".join(lines)
+        page, place = a.table[37 // pool.page_tokens], 37 % pool.page_tokens
         requests, gib = s["seq_lengths"](4000), s["kv_gib"]
         baseline = s["contiguous"](requests, 8192)
-        sweep = {page: paged(requests, page) for page in (1, 8, 16, 32, 128)}
-        fine, usual = sweep[1], sweep[16]
-        tell(
-            LESSON_3,
-            story="\n".join(story),
-            page=a.table[37 // pool.page_tokens],
-            place=37 % pool.page_tokens,
-            sweep=table(
-                "    page size   batch  pages held  internal waste  vs contiguous",
-                "{:>11} t{:>8}{:>9.1f} GiB{:>16.2%}{:>14.1f}x",
-                (
-                    (page, row.batch, gib(row.held_tokens), row.waste, row.batch / baseline.batch)
-                    for page, row in sweep.items()
-                ),
+        rows = {size: paged(requests, size) for size in (1, 8, 16, 32, 128)}
+        sweep = table(
+            "    page size   batch  pages held  internal waste  vs contiguous",
+            "{:>11} t{:>8}{:>9.1f} GiB{:>16.2%}{:>14.1f}x",
+            (
+                (size, row.batch, gib(row.held_tokens), row.waste, row.batch / baseline.batch)
+                for size, row in rows.items()
             ),
-            empty=(usual.held_tokens - usual.logical_tokens) / usual.batch,
-            finer=fine.batch - usual.batch,
-            usual=usual,
-            fine=fine,
-            baseline=baseline,
         )
+        fine, usual = rows[1], rows[16]
+        empty = (usual.held_tokens - usual.logical_tokens) / usual.batch
+        finer = fine.batch - usual.batch
+        tell(LESSON_3, locals())
     return {"PagePool": PagePool, "OutOfPages": OutOfPages, "paged": paged}
 
 
@@ -713,11 +693,11 @@ without sharing. In whole pages of 16 the prefix of 4,096 takes {pages_gib:.2f} 
 {pages.saved:.1%}.
 
 Seed 9, the table's, is the luckiest of 2,000 draws. With a prefix of 4,096 a saving of
-{expected_4096:.1%} is to be expected. (Seeds 0 to 199: {SAVED_BEHIND_4096.least:.1%} to
+{expected:.1%} is to be expected. (Seeds 0 to 199: {SAVED_BEHIND_4096.least:.1%} to
 {SAVED_BEHIND_4096.most:.1%}.)
 
 More requests save more, and barely: with a prefix of 512 tokens, 64 of them save
-{expected_512:.1%} and 256 save {expected_512_of_256:.1%}. The ceiling is prefix / (prefix +
+{of_64:.1%} and 256 save {of_256:.1%}. The ceiling is prefix / (prefix +
 private), where private is what a request keeps to itself: {MEAN_PRIVATE:.1f} tokens here.
 
 Sharing wins time too: 63 of 64 prefills of the prefix are not done. Attention still reads the
@@ -733,41 +713,35 @@ finds its own pages in this way too, if nobody has taken them: block 6 counts th
 def b4(s: Parts, show: bool) -> Parts:
     """A fork and its first write on a small pool, then 64 requests with one prefix."""
     if show:
-        pool, story = s["PagePool"](pages=8, page_tokens=16), []
+        pool, lines = s["PagePool"](pages=8, page_tokens=16), []
         a = pool.allocate(40)
-        story.append(traced("a = allocate(40)", a, pool, "the prefix, once"))
+        lines.append(traced("a = allocate(40)", a, pool, "the prefix, once"))
         b = pool.fork(a, 40)
-        story.append(traced("b = fork(a, 40)", b, pool, "nothing copied yet"))
+        lines.append(traced("b = fork(a, 40)", b, pool, "nothing copied yet"))
         pool.append(b, 1)
-        story.append(traced("append(b, 1)", b, pool, "a shared page: copied"))
+        lines.append(traced("append(b, 1)", b, pool, "a shared page: copied"))
         pool.append(a, 1)
-        story.append(traced("append(a, 1)", a, pool, "its own page: written"))
-        gib = s["kv_gib"]
-        sweep = {
+        lines.append(traced("append(a, 1)", a, pool, "its own page: written"))
+        story, gib = "\n".join(lines), s["kv_gib"]
+        rows = {
             prefix: shared_prefix(prefixed_lengths(64, prefix), prefix, page_tokens=1)
             for prefix in (0, 256, 1024, 4096, 16_384)
         }
-        pages = shared_prefix(prefixed_lengths(64, 4096), 4096)
-        tell(
-            LESSON_4,
-            story="\n".join(story),
-            sweep=table(
-                "    shared prefix    naive KV   shared KV    saved  extra batch",
-                "{:>15,} t{:>9.2f} GiB{:>9.2f} GiB{:>9.1%}{:>12.2f}x",
-                (
-                    (
-                        prefix, gib(row.logical_tokens), gib(row.held_tokens), row.saved,
-                        row.logical_tokens / row.held_tokens,
-                    )
-                    for prefix, row in sweep.items()
-                ),
+        sweep = table(
+            "    shared prefix    naive KV   shared KV    saved  extra batch",
+            "{:>15,} t{:>9.2f} GiB{:>9.2f} GiB{:>9.1%}{:>12.2f}x",
+            (
+                (prefix, gib(naive), gib(shared), row.saved, naive / shared)
+                for prefix, row in rows.items()
+                for naive, shared in [(row.logical_tokens, row.held_tokens)]
             ),
-            pages=pages,
-            pages_gib=gib(pages.held_tokens),
-            expected_4096=expected_saving(64, 4096),
-            expected_512=expected_saving(64, 512),
-            expected_512_of_256=expected_saving(256, 512),
-        )  # fmt: skip
+        )
+        pages = shared_prefix(prefixed_lengths(64, 4096), 4096)
+        pages_gib = gib(pages.held_tokens)
+        expected, of_64, of_256 = (
+            expected_saving(n, prefix) for n, prefix in ((64, 4096), (64, 512), (256, 512))
+        )
+        tell(LESSON_4, locals())
     return {
         "prefixed_lengths": prefixed_lengths,
         "shared_prefix": shared_prefix,
@@ -899,43 +873,38 @@ def b5(s: Parts, show: bool) -> Parts:
     """The break-even by tensor parallelism, and what it says of each tier."""
     if show:
         threshold, drive = break_even(), TIERS["local NVMe"]
-        lengths = (1, 4096, 131_072)
-        bars = [f"{fetch_seconds(n, 1.0) / recompute_seconds(n):.2f} at {n:,}" for n in lengths]
-        tell(
-            LESSON_5,
-            by_tp=table(
-                "    config   prefill/token   break-even BW",
-                "{:>10}{:>13.1f} us{:>13.2f} GB/s",
-                (
-                    (f"TP{tp}", recompute_seconds(1, tp=tp) * 1e6, break_even(tp=tp))
-                    for tp in (1, 2, 4, 8)
-                ),
+        by_tp = table(
+            "    config   prefill/token   break-even BW",
+            "{:>10}{:>13.1f} us{:>13.2f} GB/s",
+            (
+                (f"TP{tp}", recompute_seconds(1, tp=tp) * 1e6, break_even(tp=tp))
+                for tp in (1, 2, 4, 8)
             ),
-            tiers=table(
-                "  tier                         bandwidth  vs break-even  verdict",
-                "  {:<28}{:>7} GB/s{:>14.1f}x  {}",
-                (
-                    (tier, gb_per_s, gb_per_s / threshold, verdict(gb_per_s))
-                    for tier, gb_per_s in TIERS.items()
-                ),
-            ),
-            with_attention=table(
-                "      prefix   break-even BW with attention",
-                "{:>12,}{:>26.2f} GB/s",
-                (
-                    (prefix, break_even(attention=True, prefix=prefix))
-                    for prefix in (1024, 4096, 16_384, 32_768, 131_072)
-                ),
-            ),
-            mfu_of_drive=drive / threshold,
-            at_half=break_even(mfu=0.5),
-            fp8=break_even(s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, 1)),
-            by_link=break_even(tp=1),
-            bars=", ".join(bars),
-            drive=drive,
-            shortest=shortest_fetch(drive),
-            prefills=recompute_seconds(63 * 4096),
         )
+        tiers = table(
+            "  tier                         bandwidth  vs break-even  verdict",
+            "  {:<28}{:>7} GB/s{:>14.1f}x  {}",
+            (
+                (tier, gb_per_s, gb_per_s / threshold, verdict(gb_per_s))
+                for tier, gb_per_s in TIERS.items()
+            ),
+        )
+        with_attention = table(
+            "      prefix   break-even BW with attention",
+            "{:>12,}{:>26.2f} GB/s",
+            (
+                (prefix, break_even(attention=True, prefix=prefix))
+                for prefix in (1024, 4096, 16_384, 32_768, 131_072)
+            ),
+        )
+        bars = ", ".join(
+            f"{fetch_seconds(n, 1.0) / recompute_seconds(n):.2f} at {n:,}"
+            for n in (1, 4096, 131_072)
+        )
+        mfu_of_drive, at_half, by_link = drive / threshold, break_even(mfu=0.5), break_even(tp=1)
+        fp8 = break_even(s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, 1))
+        shortest, prefills = shortest_fetch(drive), recompute_seconds(63 * 4096)
+        tell(LESSON_5, locals())
     return {
         "break_even": break_even,
         "fetch_seconds": fetch_seconds,
@@ -956,7 +925,7 @@ def verdict(gb_per_s: float) -> str:
 class Request:
     """A request on its way through a scheduler: how long it gets, and how far it is."""
 
-    __slots__ = ("prompt", "length", "known", "computed", "decoding", "preempted", "sequence")
+    __slots__ = ("computed", "decoding", "known", "length", "preempted", "prompt", "sequence")
 
     def __init__(self, prompt: int, output: int) -> None:
         self.prompt = prompt
@@ -1004,8 +973,8 @@ class Scheduler:
     ) -> None:
         self.pool = PagePool(pages, page_tokens)
         self.kept_free = pages_kept_free(watermark, pages)
-        self.max_running = max_running or math.inf
-        self.max_batched_tokens = max_batched_tokens or math.inf
+        self.max_running = max_running or MANY
+        self.max_batched_tokens = max_batched_tokens or MANY
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in the order in which they entered
 
@@ -1190,7 +1159,7 @@ class Served(NamedTuple):
     """What it took to serve a workload to the end, and how its steady state looked.
 
     The last four figures leave out the first flood and the drain at the end: they are over the
-    steps that begin with somebody waiting and at least half of the requests entered (0 without any).
+    steps that begin with somebody waiting and at least half of the requests entered (0 if none).
     """
 
     steps: int  # forward passes
@@ -1233,8 +1202,8 @@ def serve(
     waiting = deque(QuickRequest(*pair) for pair in servable(requests, pages, page_tokens))
     half, output = len(waiting) / 2, sum(request.length - request.prompt for request in waiting)
     next_step = quick_steps(
-        waiting, pages, page_tokens, pages_kept_free(watermark, pages), max_running or math.inf,
-        max_batched_tokens or math.inf, prefix_caching,
+        waiting, pages, page_tokens, pages_kept_free(watermark, pages), max_running or MANY,
+        max_batched_tokens or MANY, prefix_caching,
     ).__next__  # fmt: skip
     steps = generated = prefilled = reprefilled = preempted = peak_pages = entered = 0
     steady = ran = held_pages = first = again = new = 0
@@ -1416,30 +1385,29 @@ give {REPREFILLED_AT_95.least:,} to {REPREFILLED_AT_95.most:,} tokens at 95%.)
 def b6(s: Parts, show: bool) -> Parts:
     """Six steps on a small pool; the sweep, and what decides it; the assumed curve as a foil."""
     if show:
-        pages = s["budget_tokens"]() // 16
-        workloads = mixes(s["seq_lengths"](4000))
-        tell(
-            LESSON_6,
-            pages=pages,
-            story=six_steps(),
-            sweep=sweep_table(workloads, pages),
-            caching=caching_table(workloads, pages),
-            limits=limits_table(workloads, pages),
-            rules=rules_table(workloads, pages),
-            measured=measured_table(),
-            best_watermark=max(MEASURED_RATES) / MEASURED_RATES[0] - 1,
-            to_host=TIERS["host DRAM over PCIe5"] / s["break_even"](),
-            copied=KV_PER_TOKEN * 16 // LAYERS // GPUS // 1024,
-            assumed=table(
-                "    occupancy   preempted  tokens re-prefilled  wasted GPU-ms @TP4",
-                "{:>13.0%}{:>12}{:>21,}{:>19.0f}",
-                (
-                    (x, "yes" if tokens else "no", tokens, s["recompute_seconds"](tokens) * 1000)
-                    for x in (0.60, 0.85, 0.90, 0.95, 0.99)
-                    for tokens in [preempted_tokens(x)]
-                ),
+        pages, workloads = s["budget_tokens"]() // 16, mixes(s["seq_lengths"](4000))
+        served = {
+            (mix, most, free): serve(requests, pages, 16, free, most, STEP_TOKENS)
+            for mix, requests in workloads.items()
+            for most, free in SWEEP
+        }
+        story, sweep = six_steps(), sweep_table(served)
+        caching = caching_table(workloads, pages, served)
+        limits = limits_table(workloads["chat"], pages)
+        rules, measured = rules_table(workloads, pages), measured_table()
+        best_watermark = max(MEASURED_RATES) / MEASURED_RATES[0] - 1
+        to_host = TIERS["host DRAM over PCIe5"] / s["break_even"]()
+        copied = KV_PER_TOKEN * 16 // LAYERS // GPUS // 1024
+        assumed = table(
+            "    occupancy   preempted  tokens re-prefilled  wasted GPU-ms @TP4",
+            "{:>13.0%}{:>12}{:>21,}{:>19.0f}",
+            (
+                (x, "yes" if tokens else "no", tokens, s["recompute_seconds"](tokens) * 1000)
+                for x in (0.60, 0.85, 0.90, 0.95, 0.99)
+                for tokens in [preempted_tokens(x)]
             ),
         )
+        tell(LESSON_6, locals())
     return {
         "Scheduler": Scheduler,
         "serve": serve,
@@ -1454,7 +1422,8 @@ def b6(s: Parts, show: bool) -> Parts:
 
 def six_steps() -> str:
     """Three sequences on eight pages: one comes, one grows, one is preempted and comes back."""
-    scheduler, names, lines = Scheduler(pages=8, page_tokens=16), {}, []
+    scheduler, lines = Scheduler(pages=8, page_tokens=16), []
+    names: dict[str, Request] = {}
     arrivals = {1: {"a": (46, 5), "b": (47, 8)}, 2: {"c": (15, 6)}}
     remarks = (
         "a and b enter", "c enters", "b's last page is full",
@@ -1467,7 +1436,7 @@ def six_steps() -> str:
         scheduler.step()
         where = {request: str(request.sequence.table) for request in scheduler.running}
         where.update(dict.fromkeys(scheduler.waiting, "waits"))
-        tables = [where.get(names.get(name), "") for name in "abc"]
+        tables = [where.get(names[name], "") if name in names else "" for name in "abc"]
         held = f"{scheduler.pool.held} of {scheduler.pool.pages}"
         lines.append((step, *tables, held, remark))
     return table(
@@ -1477,8 +1446,9 @@ def six_steps() -> str:
     )
 
 
-def sweep_table(workloads: dict[str, list[tuple[int, int]]], pages: int) -> str:
+def sweep_table(served: dict[tuple[str, int, float], Served]) -> str:
     """Both mixes in the steady state, with more and more sequences allowed to run."""
+    spreads = [spread for mix in AGAIN.values() for spread in mix]
     return table(
         "   mix at most kept free  running   held  preempted   again   seeds 0-49   tok/s",
         "{:>6}{:>8}{:>10.0%}{:>9.1f}{:>7.1%}{:>11,}{:>8.1%}{:>13}{:>8,.0f}",
@@ -1487,48 +1457,45 @@ def sweep_table(workloads: dict[str, list[tuple[int, int]]], pages: int) -> str:
                 mix, most, free, row.running, row.held, row.preempted, row.again,
                 f"{spread.least:g}-{spread.most:g}%", row.tokens_per_s,
             )
-            for mix, requests in workloads.items()
-            for (most, free), spread in zip(SWEEP, AGAIN[mix])
-            for row in [serve(requests, pages, 16, free, most, STEP_TOKENS)]
+            for ((mix, most, free), row), spread in zip(served.items(), spreads)
         ),
     )  # fmt: skip
 
 
-def caching_table(workloads: dict[str, list[tuple[int, int]]], pages: int) -> str:
+def caching_table(
+    workloads: dict[str, list[tuple[int, int]]],
+    pages: int,
+    served: dict[tuple[str, int, float], Served],
+) -> str:
     """What prefix caching brings back where 500 may run and nothing is kept free."""
+    lines = []
+    for mix, requests in workloads.items():
+        cached = serve(requests, pages, 16, 0, 500, STEP_TOKENS, prefix_caching=True)
+        for caching, row, lost in (
+            ("off", served[mix, 500, 0], LOSS[mix]),
+            ("on", cached, LOSS_CACHED[mix]),
+        ):
+            seeds = f"{lost.least:g} to {lost.most:g}%"
+            lines.append((mix, caching, row.preempted, row.again, row.tokens_per_s, seeds))
     return table(
         "   mix  caching  preempted   again   tok/s   tok/s lost, seeds 0-49",
         "{:>6}{:>9}{:>11,}{:>8.1%}{:>8,.0f}{:>25}",
-        (
-            (
-                mix, "on" if cached else "off", row.preempted, row.again, row.tokens_per_s,
-                f"{loss[mix].least:g} to {loss[mix].most:g}%",
-            )
-            for mix, requests in workloads.items()
-            for cached, loss in ((False, LOSS), (True, LOSS_CACHED))
-            for row in [
-                serve(requests, pages, 16, 0, 500, STEP_TOKENS, prefix_caching=cached)
-            ]
-        ),
-    )  # fmt: skip
+        lines,
+    )
 
 
-def limits_table(workloads: dict[str, list[tuple[int, int]]], pages: int) -> str:
+def limits_table(requests: list[tuple[int, int]], pages: int) -> str:
     """Two of the three limits in closed form, and what runs when the third is vLLM's 1,024."""
-    cases = (("chat", 8192, 0.05), ("long", 8192, 0.05), ("chat", 1024, 0.05))
+    fill_the_pool = pages * 16 / resident_tokens(requests)
     return table(
-        "   mix   tokens a step   fill the pool   fill a step   run, simulated    held",
-        "{:>6}{:>16,}{:>16.0f}{:>14,.0f}{:>17.1f}{:>8.1%}",
+        "    tokens a step   fill the pool   fill a step   run, 5% kept free    held",
+        "{:>17,}{:>16.0f}{:>14,.0f}{:>20.1f}{:>8.1%}",
         (
-            (
-                mix, most, pages * 16 / resident_tokens(requests), step_fills(requests, most),
-                row.running, row.held,
-            )
-            for mix, most, free in cases
-            for requests in [workloads[mix]]
-            for row in [serve(requests, pages, 16, free, 1024, most)]
+            (most, fill_the_pool, step_fills(requests, most), row.running, row.held)
+            for most in (8192, 1024)
+            for row in [serve(requests, pages, 16, 0.05, 1024, most)]
         ),
-    )  # fmt: skip
+    )
 
 
 def rules_table(workloads: dict[str, list[tuple[int, int]]], pages: int) -> str:
@@ -1624,7 +1591,7 @@ more for KV, and the tokens/s stay. Arithmetic in FP8 makes {fp8_chat:.1f}x of c
 
 What to say in an interview, in this order:
 
-{interview}
+{sentences}
 
 Not built here: the attention kernel that reads through a block table, finding shared prefixes and
 evicting them, offloading to the host, quantized KV with its scales, more than one replica.
@@ -1635,7 +1602,6 @@ def assembly(s: Parts) -> None:
     """Run the workload through the four allocators and sum the lesson up, from the parts in `s`."""
     heading("Assembly. Four allocators, one workload", f"{KV_BUDGET_GIB} GiB, 4,000 requests")
     requests = s["seq_lengths"](4000)
-    after_prefix = [(2048 + prompt, output) for prompt, output in requests]
     rows = {
         "contiguous, reserve 8k": s["contiguous"](requests, 8192),
         "contiguous, reserve 2k": s["contiguous"](requests, 2048),
@@ -1643,85 +1609,68 @@ def assembly(s: Parts) -> None:
         "paged + shared 2k prefix": s["shared_prefix"](requests, 2048),
     }
     reserved, _, in_pages, behind_prefix = rows.values()
-    copied = s["shared_prefix"](requests, 2048, copy_on_write=True)
-    below = partial(s["step_seconds"], mfu=MFU, mbu=MBU)
-    pool_tokens, ridge = s["budget_tokens"](), s["ridge_tokens"]()
-    threshold = pool_tokens / ridge
-    in_decode, in_decode_below = (
-        in_pages.batch / clock(in_pages.batch, in_pages.logical_tokens)
-        / (reserved.batch / clock(reserved.batch, reserved.logical_tokens))
-        for clock in (s["step_seconds"], below)
+    allocators = table(
+        "  allocator                     batch      held   logical  held/logical vs baseline",
+        "  {:<26}{:>9}{:>7.0f} G{:>8.0f} G{:>13.2f}x{:>11.1f}x",
+        (
+            (
+                name, row.batch, s["kv_gib"](row.held_tokens), s["kv_gib"](row.logical_tokens),
+                row.held_tokens / row.logical_tokens, row.batch / reserved.batch,
+            )
+            for name, row in rows.items()
+        ),
     )  # fmt: skip
+    bars = memory_bars(s, rows)
+    inside = sum(prompt <= 2048 for prompt, _ in requests[: behind_prefix.batch])
+    copied = s["shared_prefix"](requests, 2048, copy_on_write=True)
+    copied_factor = copied.batch / reserved.batch
+    with_prefix = [(2048 + prompt, output) for prompt, output in requests]
+    after_prefix, unshared = s["shared_prefix"](with_prefix, 2048), s["paged"](with_prefix, 16)
+
+    at_the_peak, below = s["step_seconds"], partial(s["step_seconds"], mfu=MFU, mbu=MBU)
+    rates = table(
+        "  allocator                   batch   step     tok/s  each |   step     tok/s  each",
+        "  {:<26}{:>7}{:>7.1f}{:>10,.0f}{:>6.1f} |{:>7.1f}{:>10,.0f}{:>6.1f}",
+        (
+            (name, row.batch, *rate(row, at_the_peak), *rate(row, below))
+            for name, row in rows.items()
+        ),
+    )
+    batch_factor = in_pages.batch / reserved.batch
+    decode, decode_below = (
+        rate(in_pages, clock)[1] / rate(reserved, clock)[1] for clock in (at_the_peak, below)
+    )
     with_prefill, with_prefill_below, in_small_steps = (
         worth_of_pages(s, requests, reserved.batch, clock, step_tokens)
         for clock, step_tokens in (
-            (s["step_seconds"], STEP_TOKENS), (below, STEP_TOKENS), (s["step_seconds"], 512),
+            (at_the_peak, STEP_TOKENS), (below, STEP_TOKENS), (at_the_peak, 512),
         )
     )  # fmt: skip
-    levers = pull_levers(s, requests)
-    plain, _, fp8, fp8_kv, _, _ = levers.values()
-    tell(
-        LESSON_ASSEMBLY,
-        allocators=table(
-            "  allocator                     batch      held   logical  held/logical vs baseline",
-            "  {:<26}{:>9}{:>7.0f} G{:>8.0f} G{:>13.2f}x{:>11.1f}x",
-            (
-                (
-                    name,
-                    row.batch,
-                    s["kv_gib"](row.held_tokens),
-                    s["kv_gib"](row.logical_tokens),
-                    row.held_tokens / row.logical_tokens,
-                    row.batch / reserved.batch,
-                )
-                for name, row in rows.items()
-            ),
-        ),
-        bars=memory_bars(s, rows),
-        rates=table(
-            "  allocator                   batch   step     tok/s  each |   step     tok/s  each",
-            "  {:<26}{:>7}{:>7.1f}{:>10,.0f}{:>6.1f} |{:>7.1f}{:>10,.0f}{:>6.1f}",
-            (
-                (name, row.batch, *rate(row, s["step_seconds"]), *rate(row, below))
-                for name, row in rows.items()
-            ),
-        ),
-        levers=table(
-            "                             KV budget      decode, tok/s    with prefill, tok/s\n"
-            "                                   GiB      chat     long       chat        long",
-            "  {:<26}{:>10.1f}{:>10,.0f}{:>9,.0f}{:>11,.0f}{:>12,.0f}",
-            ((name, *lever) for name, lever in levers.items()),
-        ),
-        interview="\n".join(wrapped(x, f"  {i}. ") for i, x in enumerate(interview(s, rows), 1)),
-        reserved=reserved,
-        behind_prefix=behind_prefix,
-        inside=sum(prompt <= 2048 for prompt, _ in requests[: behind_prefix.batch]),
-        copied=copied,
-        copied_factor=copied.batch / reserved.batch,
-        after_prefix=s["shared_prefix"](after_prefix, 2048),
-        unshared=s["paged"](after_prefix, 16),
-        batch_factor=in_pages.batch / reserved.batch,
-        decode=in_decode,
-        decode_below=in_decode_below,
-        with_prefill=with_prefill,
-        with_prefill_below=with_prefill_below,
-        in_small_steps=in_small_steps,
-        pool_tokens=pool_tokens,
-        ridge=ridge,
-        threshold=threshold,
-        threshold_prefill=threshold / s["step_fills"](requests, 1),
-        resident=s["resident_tokens"](requests),
-        ridge_of_experts=s["ridge_tokens"](n_params=671e9, active_params=37e9),
-        fp8_memory=fp8.kv_gib - plain.kv_gib,
-        fp8_chat=fp8.chat / plain.chat,
-        fp8_kv_decode=fp8_kv.chat_decode / plain.chat_decode,
+
+    pool_tokens, ridge = s["budget_tokens"](), s["ridge_tokens"]()
+    threshold, resident = pool_tokens / ridge, s["resident_tokens"](requests)
+    threshold_prefill = threshold / s["step_fills"](requests, 1)
+    ridge_of_experts = s["ridge_tokens"](n_params=671e9, active_params=37e9)
+    changed = pull_levers(s, requests)
+    levers = table(
+        "                             KV budget      decode, tok/s    with prefill, tok/s\n"
+        "                                   GiB      chat     long       chat        long",
+        "  {:<26}{:>10.1f}{:>10,.0f}{:>9,.0f}{:>11,.0f}{:>12,.0f}",
+        ((name, *lever) for name, lever in changed.items()),
     )
+    plain, _, fp8, fp8_kv, _, _ = changed.values()
+    fp8_memory, fp8_chat = fp8.kv_gib - plain.kv_gib, fp8.chat / plain.chat
+    fp8_kv_decode = fp8_kv.chat_decode / plain.chat_decode
+    sentences = "\n".join(
+        wrapped(sentence, first=f"  {i}. ") for i, sentence in enumerate(interview(s, rows), 1)
+    )
+    tell(LESSON_ASSEMBLY, locals())
 
 
-def rate(row: Allocation, step_seconds: Callable[[float, float], float]) -> Iterator[float]:
+def rate(row: Allocation, step_seconds: Callable[[float, float], float]) -> tuple[float, ...]:
     """Milliseconds of a decode step of a batch, its tokens/s, and those of each sequence."""
     seconds = step_seconds(row.batch, row.logical_tokens)
-    return iter((seconds * 1000, row.batch / seconds, 1 / seconds))
+    return seconds * 1000, row.batch / seconds, 1 / seconds
 
 
 def worth_of_pages(
@@ -1745,8 +1694,8 @@ def memory_bars(s: Parts, rows: dict[str, Allocation]) -> str:
     lines = []
     for name, row in list(rows.items())[:3]:
         gib = s["kv_gib"](row.logical_tokens)
-        bar = "#" * round(40 * s["budget_share"](gib))
-        lines.append(f"  {name:<23} |{bar:.<40}| {gib:5.1f} GiB, {row.batch} run")
+        bar = "#" * round(36 * s["budget_share"](gib))
+        lines.append(f"  {name:<23} |{bar:.<36}| {gib:5.1f} GiB, {row.batch} run")
     return "\n".join(lines)
 
 
@@ -1868,14 +1817,14 @@ def say(paragraph: str) -> None:
     print(f"\n{wrapped(paragraph)}")
 
 
-def tell(lesson: str, **figures: Any) -> None:
+def tell(lesson: str, figures: Parts) -> None:
     """Print a lesson: paragraphs are wrapped, and what starts with a blank is printed as it is.
 
-    A figure in braces is one of `figures`, or a constant of the module.
+    What stands in braces is one of `figures`, or a constant of the module.
     """
-    figures = {**globals(), **figures}
+    names = {**globals(), **figures}
     for i, paragraph in enumerate(lesson.strip("\n").split("\n\n")):
-        text = paragraph.format_map(figures)
+        text = paragraph.format_map(names)
         print("\n" * (i > 0) + (text if text.startswith(" ") else wrapped(text)))
 
 
@@ -1946,8 +1895,8 @@ def quick_steps(
     pages: int,
     page_tokens: int,
     kept_free: int,
-    max_running: float,
-    max_batched_tokens: float,
+    max_running: int,
+    max_batched_tokens: int,
     prefix_caching: bool,
 ) -> Iterator[tuple[int, ...]]:
     """The records of Scheduler's steps, as plain tuples, for ever; requests may be added between.
@@ -1995,7 +1944,7 @@ def quick_steps(
         # The one that fills, then those that wait.
         entering: list[QuickRequest] = []
         if filling:
-            tokens = int(min(filling.known - filling.computed, room))
+            tokens = min(filling.known - filling.computed, room)
             needed = pages_for(filling.computed + tokens, page_tokens)
             needed -= pages_for(filling.computed, page_tokens)
             if needed <= pool.free:
@@ -2016,7 +1965,7 @@ def quick_steps(
                 break
             entering.append(waiting.popleft())
             found = pool.find(request.cached)
-            tokens = int(min(request.known - found * page_tokens, room))
+            tokens = min(request.known - found * page_tokens, room)
             request.computed = found * page_tokens + tokens
             pool.take(pages_for(request.computed, page_tokens) - found)
             prefilled += tokens
@@ -3712,6 +3661,8 @@ def pair(i: int, request: Any) -> tuple[int, int]:
     except (TypeError, ValueError):
         message = f"requests[{i}] must be a (prompt, output) pair, not {shown(request)}"
         raise TypeError(message) from None
+    if prompt.__class__ is output.__class__ is int and 0 <= prompt <= MANY and 0 <= output <= MANY:
+        return prompt, output
     return whole(f"requests[{i}] prompt", prompt), whole(f"requests[{i}] output", output)
 
 
@@ -3720,8 +3671,9 @@ def servable(
 ) -> Iterator[tuple[int, int]]:
     """The requests, if each has a prompt and an output and fits the pool."""
     for i, (prompt, output) in enumerate(requests):
-        whole(f"requests[{i}] prompt", prompt, least=1)
-        whole(f"requests[{i}] output", output, least=1)
+        if not (prompt and output):
+            some(f"requests[{i}] prompt", prompt)
+            some(f"requests[{i}] output", output)
         if prompt + output > pages * page_tokens:
             raise ValueError(
                 f"requests[{i}] of {prompt + output:,} tokens never fits"
@@ -3816,7 +3768,9 @@ def guard_classes() -> None:
     schedule, add = Scheduler.__init__, Scheduler.add
 
     def own(pool: PagePool, sequence: Any) -> Sequence:
-        return sequence if getattr(sequence, "pool", None) is pool else refuse(sequence)
+        if getattr(sequence, "pool", None) is not pool:
+            refuse(sequence)
+        return cast(Sequence, sequence)
 
     @wraps(create)
     def checked_create(self: PagePool, pages: int, page_tokens: int = 16) -> None:
@@ -3877,8 +3831,8 @@ def guard_classes() -> None:
     ):  # fmt: skip
         for method in methods:
             setattr(owner, method.__name__, method)
-    for owner in (PagePool, Sequence):
-        owner.__reduce__ = uncopied  # type: ignore[method-assign]
+    for uncopyable in (PagePool, Sequence):
+        setattr(uncopyable, "__reduce__", uncopied)  # noqa: B010
 
 
 guard_classes()
