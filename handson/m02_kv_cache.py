@@ -66,7 +66,7 @@ __all__ = [
     "contiguous", "expected_saving", "fetch_seconds", "kv_bytes", "kv_bytes_per_token", "kv_gib",
     "paged", "parts", "preempted_tokens", "prefixed_lengths", "recompute_seconds",
     "resident_tokens", "ridge_tokens", "seq_lengths", "serve", "shared_prefix", "shortest_fetch",
-    "steady_rate", "step_fills", "step_seconds", "verify",
+    "step_fills", "step_seconds", "verify",
 ]  # fmt: skip
 
 # ------------------------------------------------------------------------ constants and workload
@@ -724,7 +724,9 @@ def b4(s: Parts, show: bool) -> Parts:
         lines.append(traced("append(a, 1)", a, pool, "its own page: written"))
         story, gib = "\n".join(lines), s["kv_gib"]
         rows = {
-            prefix: shared_prefix(prefixed_lengths(64, prefix), prefix, page_tokens=1)
+            prefix: shared_prefix(
+                prefixed_lengths(64, prefix), prefix, page_tokens=1, budget_gib=20
+            )
             for prefix in (0, 256, 1024, 4096, 16_384)
         }
         sweep = table(
@@ -1136,25 +1138,6 @@ def step_fills(requests: Iterable[tuple[int, int]], max_batched_tokens: float) -
     return max_batched_tokens / (1 + prompts / some_output(outputs))
 
 
-def steady_rate(
-    requests: Iterable[tuple[int, int]],
-    running: float,
-    page_tokens: int = 16,
-    step_seconds: Callable[[float, float], float] = step_seconds,
-) -> float:
-    """Tokens/s of a steady state in which `running` sequences run, with prefill in the same steps.
-
-    Every step computes `running` x (1 + E[prompt] / E[output]) tokens, and holds `running` x
-    `resident_tokens`. Prefill really comes in lumps: below the ridge that makes it slower.
-
-    >>> round(steady_rate(seq_lengths(4000), 435))
-    5926
-    """
-    lengths = list(requests)
-    tokens = running / step_fills(lengths, 1)
-    return running / step_seconds(tokens, running * resident_tokens(lengths, page_tokens))
-
-
 class Served(NamedTuple):
     """What it took to serve a workload to the end, and how its steady state looked.
 
@@ -1393,7 +1376,7 @@ def b6(s: Parts, show: bool) -> Parts:
         }
         story, sweep = six_steps(), sweep_table(served)
         caching = caching_table(workloads, pages, served)
-        limits = limits_table(workloads["chat"], pages)
+        limits = limits_table(workloads["chat"], pages, served)
         rules, measured = rules_table(workloads, pages), measured_table()
         best_watermark = max(MEASURED_RATES) / MEASURED_RATES[0] - 1
         to_host = TIERS["host DRAM over PCIe5"] / s["break_even"]()
@@ -1415,7 +1398,6 @@ def b6(s: Parts, show: bool) -> Parts:
         "ridge_tokens": ridge_tokens,
         "resident_tokens": resident_tokens,
         "step_fills": step_fills,
-        "steady_rate": steady_rate,
         "preempted_tokens": preempted_tokens,
     }
 
@@ -1484,26 +1466,29 @@ def caching_table(
     )
 
 
-def limits_table(requests: list[tuple[int, int]], pages: int) -> str:
-    """Two of the three limits in closed form, and what runs when the third is vLLM's 1,024."""
+def limits_table(
+    requests: list[tuple[int, int]], pages: int, served: dict[tuple[str, int, float], Served]
+) -> str:
+    """Two of the three limits in closed form, and what runs where 5% of the pages are kept free."""
+    small_steps = serve(requests, pages, 16, 0.05, 500, 1024)
     fill_the_pool = pages * 16 / resident_tokens(requests)
     return table(
         "    tokens a step   fill the pool   fill a step   run, 5% kept free    held",
         "{:>17,}{:>16.0f}{:>14,.0f}{:>20.1f}{:>8.1%}",
         (
             (most, fill_the_pool, step_fills(requests, most), row.running, row.held)
-            for most in (8192, 1024)
-            for row in [serve(requests, pages, 16, 0.05, 1024, most)]
+            for most, row in ((STEP_TOKENS, served["chat", 500, 0.05]), (1024, small_steps))
         ),
     )
 
 
 def rules_table(workloads: dict[str, list[tuple[int, int]]], pages: int) -> str:
     """What each rule costs, by the size of the pool."""
-    rows = []
-    for (mix, share), costs in zip(RULES, RULES_COST):
-        n = share * pages * 16 / resident_tokens(workloads[mix])
-        rows.append((mix, n, *(f"{again:.0f}%, {lost:.1f}%" for again, lost in costs)))
+    full = {mix: pages * 16 / resident_tokens(lengths) for mix, lengths in workloads.items()}
+    rows = [
+        (mix, share * full[mix], *(f"{again:.0f}%, {lost:.1f}%" for again, lost in costs))
+        for (mix, share), costs in zip(RULES, RULES_COST)
+    ]
     return table(
         "   mix     n       nothing       1% free       5% free   at most 0.9 n",
         "{:>6}{:>6.0f}{:>14}{:>14}{:>14}{:>16}",
@@ -1529,6 +1514,7 @@ def measured_table() -> str:
 # kept free are worth over 69 running, with prefill in the same steps, at the peak and below it.
 BATCH_BEHIND_2K = Spread(916, 1075.5, 1214)
 WORTH_AT_THE_PEAK, WORTH_BELOW_IT = Spread(1.50, 1.56, 1.60), Spread(1.26, 1.30, 1.34)
+WORTH_IN_SMALL_STEPS = Spread(1.32, 1.36, 1.40)  # at the peak, with 512 tokens a step
 
 MFU, MBU = 0.5, 0.8  # what a good server reaches of the peak FLOP/s and of the bandwidth: assumed
 FP8_FLOPS_PER_GPU = 1979e12  # dense FP8 on an H100: as much as BF16 with 2:4 sparsity
@@ -1564,8 +1550,9 @@ buys waiting.
 With prefill in the same steps (block 6's server, chat, 5% kept free) pages make {with_prefill:.1f}x
 the tokens/s of {reserved.batch} running sequences, and {with_prefill_below:.1f}x at {MFU:.0%} MFU.
 (Seeds 0 to 49: {WORTH_AT_THE_PEAK.least:.2f}x to {WORTH_AT_THE_PEAK.most:.2f}x, and
-{WORTH_BELOW_IT.least:.2f}x to {WORTH_BELOW_IT.most:.2f}x.) The size of a step moves that: with 512
-tokens a step instead of {STEP_TOKENS:,} it is {in_small_steps:.1f}x.
+{WORTH_BELOW_IT.least:.2f}x to {WORTH_BELOW_IT.most:.2f}x.) The size of a step moves the
+{with_prefill:.1f}x: with 512 tokens a step instead of {STEP_TOKENS:,} it is
+{WORTH_IN_SMALL_STEPS.least:.2f}x to {WORTH_IN_SMALL_STEPS.most:.2f}x.
 
 Real lengths are worth less: {AZURE_WORTH[chat]:.2f}x on Azure's chat trace of 2023, and
 {AZURE_WORTH[code]:.2f}x on its code completions, whose prompts fill the step. (At the peak, on this
@@ -1580,8 +1567,8 @@ A mixture of experts reads all its weights, and computes with few of them. DeepS
 parameters, 37e9 active) has its ridge at {ridge_of_experts:,.0f} tokens on an H100. There KV memory
 is the limit again.
 
-What to pull first? Tokens/s of that server in closed form (steady_rate), with as many running as
-fill 95% of the pool, at most 1,024, at the peak:
+What to pull first? Tokens/s of that server in closed form, at the peak, with as many running as
+fill 95% of the pool (at most 1,024):
 
 {levers}
 
@@ -1640,12 +1627,9 @@ def assembly(s: Parts) -> None:
     decode, decode_below = (
         rate(in_pages, clock)[1] / rate(reserved, clock)[1] for clock in (at_the_peak, below)
     )
-    with_prefill, with_prefill_below, in_small_steps = (
-        worth_of_pages(s, requests, reserved.batch, clock, step_tokens)
-        for clock, step_tokens in (
-            (at_the_peak, STEP_TOKENS), (below, STEP_TOKENS), (at_the_peak, 512),
-        )
-    )  # fmt: skip
+    with_prefill, with_prefill_below = (
+        worth_of_pages(s, requests, reserved.batch, clock) for clock in (at_the_peak, below)
+    )
 
     pool_tokens, ridge = s["budget_tokens"](), s["ridge_tokens"]()
     threshold, resident = pool_tokens / ridge, s["resident_tokens"](requests)
@@ -1678,12 +1662,11 @@ def worth_of_pages(
     requests: list[tuple[int, int]],
     reserved: int,
     step_seconds: Callable[[float, float], float],
-    step_tokens: int,
 ) -> float:
     """Tokens/s of pages with 5% kept free, over those of `reserved` running, prefill included."""
     pages = s["budget_tokens"]() // 16
     few, many = (
-        s["serve"](requests, pages, 16, kept, most, step_tokens, step_seconds).tokens_per_s
+        s["serve"](requests, pages, 16, kept, most, STEP_TOKENS, step_seconds).tokens_per_s
         for kept, most in ((0, reserved), (0.05, 500))
     )
     return float(many / few)
@@ -1710,37 +1693,38 @@ class Lever(NamedTuple):
 
 
 def pull_levers(s: Parts, requests: list[tuple[int, int]]) -> dict[str, Lever]:
-    """Quantization and a larger card, one at a time and together, in closed form."""
+    """Quantization and a larger card, one at a time and together, in closed form.
+
+    `running` sequences that hold `resident` tokens each make running / step_seconds(running,
+    running x resident) tokens/s in decode. With prefill a step computes more for each of them.
+    """
+    loads = [
+        (s["resident_tokens"](lengths), s["step_fills"](lengths, 1))
+        for lengths in mixes(requests).values()
+    ]
+
+    def pull(budget_gib: float, kv_per_token: int = KV_PER_TOKEN, **card: Any) -> Lever:
+        clock = partial(s["step_seconds"], kv_per_token=kv_per_token, **card)
+        tokens = s["budget_tokens"](budget_gib, kv_per_token)
+        decode, with_prefill = [], []
+        for resident, part in loads:  # `part` of the tokens of a step decode, the others prefill
+            running = min(0.95 * tokens / resident, STEP_TOKENS * part, 1024)
+            decode.append(running / clock(running, running * resident))
+            with_prefill.append(running / clock(running / part, running * resident))
+        return Lever(budget_gib, *decode, *with_prefill)
+
     fp8_gib = KV_BUDGET_GIB + WEIGHTS_GIB / 2
     h200_gib = KV_BUDGET_GIB + GPUS * (H200_GIB - GPU_GIB)
     fp8_kv = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, 1)
-    weights = {"weight_bytes": 1}
-    computed = {"weight_bytes": 1, "flops_per_gpu": FP8_FLOPS_PER_GPU}
+    fp8: Parts = {"weight_bytes": 1, "flops_per_gpu": FP8_FLOPS_PER_GPU}
     return {
-        "16-bit weights and KV": lever(s, requests, KV_BUDGET_GIB, KV_PER_TOKEN),
-        "FP8 weights alone": lever(s, requests, fp8_gib, KV_PER_TOKEN, **weights),
-        "FP8 weights, arithmetic": lever(s, requests, fp8_gib, KV_PER_TOKEN, **computed),
-        "FP8 KV": lever(s, requests, KV_BUDGET_GIB, fp8_kv),
-        "all of these": lever(s, requests, fp8_gib, fp8_kv, **computed),
-        "an H200, 16 bits": lever(
-            s, requests, h200_gib, KV_PER_TOKEN, gb_per_s=H200_GB_PER_S
-        ),
-    }  # fmt: skip
-
-
-def lever(
-    s: Parts, requests: list[tuple[int, int]], budget_gib: float, kv_per_token: int, **card: float
-) -> Lever:
-    """Tokens/s of both mixes, in decode alone and with prefill in the same steps."""
-    clock = partial(s["step_seconds"], kv_per_token=kv_per_token, **card)
-    tokens = s["budget_tokens"](budget_gib, kv_per_token)
-    decode, with_prefill = [], []
-    for lengths in mixes(requests).values():
-        resident = s["resident_tokens"](lengths)
-        running = min(0.95 * tokens / resident, s["step_fills"](lengths, STEP_TOKENS), 1024)
-        decode.append(running / clock(running, running * resident))
-        with_prefill.append(s["steady_rate"](lengths, running, step_seconds=clock))
-    return Lever(budget_gib, *decode, *with_prefill)
+        "16-bit weights and KV": pull(KV_BUDGET_GIB),
+        "FP8 weights alone": pull(fp8_gib, weight_bytes=1),
+        "FP8 weights, arithmetic": pull(fp8_gib, **fp8),
+        "FP8 KV": pull(KV_BUDGET_GIB, fp8_kv),
+        "all of these": pull(fp8_gib, fp8_kv, **fp8),
+        "an H200, 16 bits": pull(h200_gib, gb_per_s=H200_GB_PER_S),
+    }
 
 
 def interview(s: Parts, rows: dict[str, Allocation]) -> Iterator[str]:
@@ -1836,15 +1820,20 @@ def table(headings: str, row: str, cells: Iterable[Iterable[Any]]) -> str:
 # ----------------------------------------------------------------------------- the quick scheduler
 
 
-class QuickRequest(Request):
-    """A request of the quick scheduler, which counts pages and names none."""
+class QuickRequest:
+    """A Request of the quick scheduler, which counts pages and names none."""
 
-    __slots__ = ("cached", "lag")
+    __slots__ = ("cached", "computed", "known", "lag", "length", "preempted", "prompt")
 
     def __init__(self, prompt: int, output: int) -> None:
-        super().__init__(prompt, output)
-        self.lag = 0  # while it decodes: the step's number, less its computed tokens
-        self.cached = [0]  # after a preemption: how many of its first pages are free and its own
+        self.prompt = self.known = prompt
+        self.length = prompt + output
+        self.computed = self.lag = 0  # lag: the step's number less its computed tokens
+        self.preempted = False
+        self.cached = NOTHING_CACHED  # after a preemption: how many of its first pages are free
+
+
+NOTHING_CACHED = [0]
 
 
 class CountedPages:
@@ -3646,7 +3635,7 @@ def optional(name: str, value: Any, rule: Callable[[str, Any], Any]) -> Any:
 def pairs(name: str, requests: Any) -> Iterator[tuple[int, int]]:
     """The requests, each checked when its turn comes: any iterable of pairs is a workload."""
     try:
-        return map(pair, count(), requests)
+        return checked_pairs(iter(requests))
     except TypeError:
         message = f"{name} must be (prompt, output) pairs, not {shown(requests)}"
         raise TypeError(message) from None
@@ -3661,25 +3650,35 @@ def pair(i: int, request: Any) -> tuple[int, int]:
     except (TypeError, ValueError):
         message = f"requests[{i}] must be a (prompt, output) pair, not {shown(request)}"
         raise TypeError(message) from None
-    if prompt.__class__ is output.__class__ is int and 0 <= prompt <= MANY and 0 <= output <= MANY:
-        return prompt, output
     return whole(f"requests[{i}] prompt", prompt), whole(f"requests[{i}] output", output)
+
+
+def checked_pairs(requests: Any) -> Iterator[tuple[int, int]]:
+    """The requests, each checked when its turn comes; plain pairs cost next to nothing."""
+    for i, request in enumerate(requests):
+        if request.__class__ is tuple and len(request) == 2:
+            prompt, output = request
+            if prompt.__class__ is output.__class__ is int and MANY > prompt >= 0 <= output < MANY:
+                yield request
+                continue
+        yield pair(i, request)
 
 
 def servable(
     requests: Iterable[tuple[int, int]], pages: int, page_tokens: int
-) -> Iterator[tuple[int, int]]:
+) -> list[tuple[int, int]]:
     """The requests, if each has a prompt and an output and fits the pool."""
-    for i, (prompt, output) in enumerate(requests):
-        if not (prompt and output):
+    lengths, room = list(requests), pages * page_tokens
+    if lengths and (min(map(min, lengths)) < 1 or max(map(sum, lengths)) > room):
+        for i, (prompt, output) in enumerate(lengths):
             some(f"requests[{i}] prompt", prompt)
             some(f"requests[{i}] output", output)
-        if prompt + output > pages * page_tokens:
-            raise ValueError(
-                f"requests[{i}] of {prompt + output:,} tokens never fits"
-                f" {pages:,} pages of {page_tokens:,}"
-            )
-        yield prompt, output
+            if prompt + output > room:
+                raise ValueError(
+                    f"requests[{i}] of {prompt + output:,} tokens never fits"
+                    f" {pages:,} pages of {page_tokens:,}"
+                )
+    return lengths
 
 
 def some_output(tokens: float) -> float:
@@ -3726,7 +3725,7 @@ ALLOWED: dict[str, Callable[[str, Any], Any]] = {
     "step_seconds kv_per_token": number, "step_seconds tokens": anything,
     "step_seconds held_tokens": anything, "mbu": partial(number, most=1),
     "active_params": partial(optional, rule=number), "weight_bytes": number,
-    "running": anything, "max_batched_tokens": partial(optional, rule=some),
+    "max_batched_tokens": partial(optional, rule=some),
     "step_fills max_batched_tokens": number, "prefix_caching": truth, "break_even prefix": some,
     "shortest_fetch gb_per_s": partial(number, least=1e-3),
     "kv_bytes dtype_bytes": partial(optional, rule=width),
@@ -3756,7 +3755,7 @@ for bare in (
     seq_lengths, kv_bytes_per_token, kv_gib, budget_share, kv_bytes, budget_tokens, contiguous,
     paged, prefixed_lengths, shared_prefix, expected_saving, fetch_seconds, recompute_seconds,
     break_even, shortest_fetch, preempted_tokens, step_seconds, ridge_tokens, resident_tokens,
-    step_fills, steady_rate, serve,
+    step_fills, serve,
 ):  # fmt: skip
     globals()[bare.__name__] = guarded(bare)
 
