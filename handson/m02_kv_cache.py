@@ -2252,26 +2252,29 @@ def ascii_line(text: str) -> str:
 # --------------------------------------------------------------------------------- your own model
 
 # The same price for any other model. Its config.json holds the figures, and the class that its
-# model_type names says what they mean: so TABLE has classes that were read (those of transformers
+# model_type names says what they mean. TABLE has the classes that were read (those of transformers
 # 5.25 and vLLM 0.33, and of older ones for a few that both have dropped). What is not in it is
 # refused: better no answer than a wrong one.
 
 ALIASES = {  # other names of a setting, where a class reads them
-    "n_layer": "num_hidden_layers", "n_layers": "num_hidden_layers",
-    "num_layers": "num_hidden_layers",
-    "n_head": "num_attention_heads", "n_heads": "num_attention_heads",
-    "n_embd": "hidden_size", "n_embed": "hidden_size", "d_model": "hidden_size",
-    "kv_channels": "head_dim", "attention_head_dim": "head_dim",
-    "num_kv_heads": "num_key_value_heads", "n_head_kv": "num_key_value_heads",
-    "n_kv_heads": "num_key_value_heads", "kv_n_heads": "num_key_value_heads",
-    "num_attention_groups": "num_key_value_heads", "multi_query_group_num": "num_key_value_heads",
-    "num_multi_query_heads": "num_key_value_heads", "sparse_index_dim": "index_head_dim",
-}  # fmt: skip
+    alias: usual
+    for usual, aliases in {
+        "num_hidden_layers": "n_layer n_layers num_layers",
+        "num_attention_heads": "n_head n_heads",
+        "num_key_value_heads": "num_kv_heads n_head_kv n_kv_heads kv_n_heads num_attention_groups"
+        " multi_query_group_num num_multi_query_heads",
+        "hidden_size": "n_embd n_embed d_model",
+        "head_dim": "kv_channels attention_head_dim",
+        "index_head_dim": "sparse_index_dim",
+    }.items()
+    for alias in aliases.split()
+}
 DECODERS = ("text_config", "llm_config", "language_config", "thinker_config")  # where it may be
 GROUPS = ("attn_config", "linear_attn_config", "sparse_attention_config")  # of settings
-KNOWN_SHAPE = (
-    "kv_bytes_per_token is right only if every layer keeps one K and one V for each KV head, and"
-    " for every token (a latent, a window and a state are something else)"
+SHAPE = ("num_attention_heads", "num_key_value_heads", "head_dim")  # what a layer may have its own
+OTHERWISE = (
+    "kv_bytes_per_token is right only where every layer keeps one K and one V of every token for"
+    " each KV head, which is not so with a latent, a window or a state"
 )
 
 # What a layer keeps: every token, a window of them, the chunk they are in, nothing, or every token
@@ -2284,19 +2287,26 @@ KINDS = {
     "moe": NOTHING, "mlp": NOTHING, "M": NOTHING, "E": NOTHING, "-": NOTHING,
 }  # fmt: skip
 
-# what layers keep, repeated (after a slash: what else the file may say) | model types
-#     | what the file must say | what else the class reads, =: where the file is silent, -: does not
-# KV heads of null are as many as query heads, a head_dim of null is hidden size / query heads.
-TABLE = """
+# layers, to be repeated (after a slash: what else the file may name) | model types
+#     | what the file must say | what else the class reads (name=value: where the file is silent;
+#     name:value: where a text_config is, which may leave out what its class has; -name: does not)
+# Null is as many KV heads as query heads, and as head_dim hidden size / query heads.
+MHA = "num_key_value_heads=null -num_key_value_heads -head_dim"
+GEMMA_4 = (
+    "attention_k_eq_v global_head_dim num_global_key_value_heads num_kv_shared_layers"
+    " use_bidirectional_attention"
+)
+TABLE = f"""
 F | apertus apertus1p5_text arcee aria_text cohere flex_olmo granite granitemoe granitemoeshared \
-    hyperclovax jais2 llama nanochat nemotron olmo olmo2 olmoe phi xverse \
-    | | num_key_value_heads=null
+    hyperclovax jais2 nanochat nemotron olmo olmo2 olmoe phi xverse | | num_key_value_heads=null
+F | llama | | num_key_value_heads=null num_hidden_layers:32 num_attention_heads:32 hidden_size:4096
 F | aquila arctic bailing_moe bailing_moe_v2 bitnet chameleon deepseek emu3_text_model \
     ernie4_5_moe ernie4_5_moe_vl ernie4_5_vl_moe_text git glm4_moe glm4v_moe_text glm4v_text \
     glm_ocr_text granite_docling_text internlm2 minicpm molmo orion phi3small \
     qwen3_omni_moe_text qwen3_vl_moe_text stablelm stablelm_epoch
-F | cosmos3_edge_text ernie4_5 gemma glm glm4 helium hy_v3 internlm3 molmo2_text paddleocr_vl \
+F | cosmos3_edge_text ernie4_5 glm glm4 helium hy_v3 internlm3 molmo2_text paddleocr_vl \
     paddleocr_vl_text qwen3_vl_text sarvam_moe seed_oss solar_open | head_dim
+F | gemma | head_dim | head_dim:256
 F | exaone | | num_layers
 F | falcon_h1 | | layers_block_type
 F | minimax_m2 | head_dim | attn_type_list
@@ -2304,51 +2314,48 @@ F | step3_text | head_dim | num_attention_groups
 F | hunyuan_vl_text | | attention_head_dim num_key_value_heads=null
 F | llava llava_llama minicpmo minicpmv qwen2_moe qwen3_moe smollm3 | | use_sliding_window
 F | iquestcoder | head_dim | use_sliding_window
-F | baichuan gpt_neox internlm InternLM opt persimmon \
-    | | -num_key_value_heads num_key_value_heads=null -head_dim
-F | bloom codegen gptj jais | | n_layer n_head n_embd n_embed \
-    -num_key_value_heads num_key_value_heads=null -head_dim
-F | gpt2 | | n_layer n_head n_embd attention_head_type \
-    -num_key_value_heads num_key_value_heads=null -head_dim
-F | gpt_bigcode | multi_query | n_layer n_head n_embd \
-    -num_key_value_heads num_key_value_heads=null -head_dim
-F | phi-msft | n_head_kv | n_layer n_head n_embd -head_dim
-F | qwen | | kv_channels -num_key_value_heads num_key_value_heads=null
-F | chatglm | | num_layers kv_channels multi_query_attention multi_query_group_num \
-    -num_key_value_heads num_key_value_heads=null
-F | hf_olmo | | n_layers n_heads n_kv_heads d_model multi_query_attention \
-    num_key_value_heads=null -head_dim
-F | falcon RefinedWebModel | multi_query | n_layer n_head n_embed num_kv_heads \
-    new_decoder_architecture -num_key_value_heads num_key_value_heads=null -head_dim
+F | baichuan gpt_neox internlm InternLM opt persimmon | | {MHA}
+F | bloom codegen gptj jais | | n_layer n_head n_embd n_embed {MHA}
+F | gpt2 | | n_layer n_head n_embd attention_head_type {MHA}
+F | gpt_bigcode | multi_query | n_layer n_head n_embd {MHA}
+F | falcon RefinedWebModel | multi_query \
+    | n_layer n_head n_embed num_kv_heads new_decoder_architecture {MHA}
 F | RefinedWeb | n_head_kv | n_layer n_head n_embed -head_dim
-F | mpt | | n_layers n_heads d_model attn_config attn_type kv_n_heads \
-    num_key_value_heads=null -head_dim
+F | phi-msft | n_head_kv | n_layer n_head n_embd -head_dim
+F | hf_olmo | | n_layers n_heads d_model n_kv_heads multi_query_attention {MHA}
+F | mpt | | n_layers n_heads d_model attn_config attn_type kv_n_heads {MHA}
 F | dbrx | attn_config | n_layers n_heads d_model kv_n_heads
+F | qwen | kv_channels | num_key_value_heads=null -num_key_value_heads
+F | chatglm | kv_channels | num_layers multi_query_attention multi_query_group_num {MHA}
 F/- | hunyuan hunyuan_v1_dense hunyuan_v1_moe \
     | | use_cla cla_share_factor attention_head_dim num_key_value_heads=null
-W | mistral ministral | sliding_window
+W | mistral | sliding_window | num_hidden_layers:32 num_attention_heads:32 num_key_value_heads:8 \
+    hidden_size:4096
+W | ministral | sliding_window
 W | ministral3 | sliding_window head_dim
 W | mixtral phi3_v phi4_multimodal phi4mm phimoe starcoder2
 W | phi3 | | num_key_value_heads=null
 /FW | dots1 | sliding_window | max_window_layers
-/FW | dots_ocr mimo qwen2 qwen2_5_omni_text qwen2_5_vl qwen2_5_vl_text qwen2_vl qwen2_vl_text \
+/FW | qwen2 | | use_sliding_window max_window_layers num_hidden_layers:32 num_attention_heads:32 \
+    num_key_value_heads:32 hidden_size:4096
+/FW | dots_ocr mimo qwen2_5_omni_text qwen2_5_vl qwen2_5_vl_text qwen2_vl qwen2_vl_text \
     | | use_sliding_window max_window_layers
 /FW | qwen3 | head_dim | use_sliding_window max_window_layers
 /FW | beam cwm flint gpt_oss kolibri1 laguna mellum muse_glimmer_text muse_spark_text vaultgemma \
-    | sliding_window head_dim | num_attention_heads_per_layer
+    | sliding_window head_dim
 /FW | granite_swa granitemoe_swa olmo3 | sliding_window
 /FW | afmoe | sliding_window head_dim | global_attn_every_n_layers
 /FW | cohere2 | sliding_window | sliding_window_pattern -head_dim
 /FW | exaone4 exaone_moe | sliding_window | sliding_window_pattern
 /FW | gemma3n_text | sliding_window head_dim num_kv_shared_layers
-/FW | gemma4_text | sliding_window head_dim | attention_k_eq_v global_head_dim \
-    num_global_key_value_heads num_kv_shared_layers use_bidirectional_attention
-/FW | gemma4_unified_text | head_dim | attention_k_eq_v global_head_dim sliding_window=1024 \
-    num_global_key_value_heads num_kv_shared_layers use_bidirectional_attention
+/FW | gemma4_text | sliding_window head_dim | {GEMMA_4}
+/FW | gemma4_unified_text | head_dim | {GEMMA_4} sliding_window=1024
 /FW | step3p5 step3p7 | | num_attention_groups attention_other_setting head_dim=128
 /FW- | lara_mini lfm3 | sliding_window head_dim
-WF | gemma2 | sliding_window head_dim
-WWWWWF | gemma3_text gemma3 | sliding_window head_dim | sliding_window_pattern
+WF | gemma2 | sliding_window head_dim \
+    | num_attention_heads:8 num_key_value_heads:4 head_dim:256 sliding_window:4096
+WWWWWF | gemma3 gemma3_text | sliding_window head_dim \
+    | sliding_window_pattern num_attention_heads:8 num_key_value_heads:4 head_dim:256
 CCCF | llama4_text | attention_chunk_size head_dim | no_rope_layers no_rope_layer_interval
 /F- | qwen3_5_moe_text qwen3_5_text qwen3_next | head_dim | full_attention_interval
 /F- | granitemoehybrid minimax olmo_hybrid
@@ -2359,12 +2366,11 @@ CCCF | llama4_text | attention_chunk_size head_dim | no_rope_layers no_rope_laye
 /F- | nemotron_h | head_dim | attention_head_dim hybrid_override_pattern layers_block_type
 /FI | minimax_m3 minimax_m3_text minimax_m3_vl minimax_m3_vl_text \
     | head_dim | sparse_attention_config sparse_attention_freq sparse_index_dim
-F | axk1 deepseek_v3 glm4_moe_lite kimi_k2 minicpm3 mistral4 sarvam_mla youtu \
-    | kv_lora_rank qk_rope_head_dim
+F | axk1 deepseek_v3 glm4_moe_lite kimi_k2 minicpm3 mistral4 sarvam_mla youtu | kv_lora_rank
 F | deepseek_v2 deepseek_vl_v2 | kv_lora_rank | use_mla
-F | longcat_flash | kv_lora_rank qk_rope_head_dim | pairs_of_layers
-/F- | kimi_linear | kv_lora_rank qk_rope_head_dim | linear_attn_config full_attn_layers
-/F- | bailing_hybrid | kv_lora_rank qk_rope_head_dim | layer_group_size
+F | longcat_flash | kv_lora_rank | num_layers pairs_of_layers
+/F- | kimi_linear | kv_lora_rank | linear_attn_config full_attn_layers
+/F- | bailing_hybrid | kv_lora_rank | layer_group_size
 F | (none) | num_key_value_heads | n_layer n_layers num_layers n_head n_heads n_embd n_embed \
     d_model kv_channels num_kv_heads n_head_kv n_kv_heads num_multi_query_heads
 """
@@ -2373,25 +2379,52 @@ UNTYPED = {  # families that publish no model_type, by their architectures
     "['LongcatFlashForCausalLM']": "longcat_flash",
     "['LongcatFlashNgramForCausalLM']": "longcat_flash",
 }
-# A text_config is saved as its difference to the class, so it may leave these out.
-NESTED: dict[str, dict[str, Any]] = {
-    "llama": {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096},
-    "mistral": {
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-        "hidden_size": 4096,
-    },
-    "qwen2": {
-        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
-        "hidden_size": 4096,
-    },
-    "gemma": {"head_dim": 256},
-    "gemma2": {
-        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096
-    },
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+
+
+def words(value: Any, i: int) -> str:
+    return KINDS[value[i]]
+
+
+def places(value: Any, i: int) -> str:
+    return FULL if i in value else NOTHING
+
+
+def every(others: str) -> Callable[[Any, int], str]:
+    """Every n-th layer is full, and the others are of another kind."""
+    return lambda n, i: others if (i + 1) % n else FULL
+
+
+# What chooses the layers: from its value and the number of a layer to what that layer keeps.
+CHOOSING: dict[str, Callable[[Any, int], str]] = {
+    "layer_types": words, "layers_block_type": words, "hybrid_override_pattern": words,
+    "full_attention_interval": every(NOTHING), "layer_group_size": every(NOTHING),
+    "sliding_window_pattern": every(WINDOW), "global_attn_every_n_layers": every(WINDOW),
+    "no_rope_layer_interval": every(CHUNK),
+    "max_window_layers": lambda n, i: WINDOW if i >= n else FULL,
+    "cla_share_factor": lambda n, i: NOTHING if i % n else FULL,
+    "attn_layer_period": lambda n, i: NOTHING if i % n else FULL,  # counted from an offset
+    "attn_type_list": lambda marks, i: {0: NOTHING, 1: FULL}[marks[i]],
+    "no_rope_layers": lambda marks, i: {0: FULL, 1: CHUNK}[marks[i]],
+    "sparse_attention_freq": lambda marks, i: {0: FULL, 1: INDEXED}[marks[i]],
+    "full_attn_idxs": places, "attn_layer_indices": places,
+    "full_attn_layers": lambda value, i: places(value, i + 1),
 }  # fmt: skip
+PLACES = ("full_attn_idxs", "attn_layer_indices", "full_attn_layers")
+# These tell of another architecture than the model_type, unless its class reads them.
+TELLTALES = """
+    add_cross_attention attention_chunk_size attention_other_setting attn_layer_indices
+    attn_layer_period attn_type_list block_configs cross_attention_layers full_attention_interval
+    full_attn_idxs full_attn_layers global_attn_every_n_layers global_head_dim
+    hybrid_override_pattern index_topk is_encoder_decoder kv_lora_rank layer_group_size
+    layers_block_type linear_attn_config num_global_key_value_heads num_key_value_heads_per_layer
+    num_kv_shared_layers sparse_attention_config swa_head_dim swa_num_key_value_heads
+    type_vocab_size use_bidirectional_attention use_cla
+""".split()
 
 Config = Mapping[str, Any]
+
+
+SILENT = re.compile("(.+)([=:])(.+)")
 
 
 class Family(NamedTuple):
@@ -2400,8 +2433,7 @@ class Family(NamedTuple):
     layers: str
     must_say: list[str]
     reads: list[str]
-    ignores: list[str]
-    silent: dict[str, Any]
+    silent: list[tuple[Any, ...]]
 
 
 def families() -> dict[str, Family]:
@@ -2409,49 +2441,13 @@ def families() -> dict[str, Family]:
     found = {}
     for row in TABLE.strip().splitlines():
         (layers,), names, must_say, others, *_ = (cell.split() for cell in f"{row}||".split("|"))
-        silent = dict(other.split("=") for other in others if "=" in other)
-        ignores = [other[1:] for other in others if other[0] == "-"]
-        silent = {name: json.loads(value) for name, value in silent.items()}
-        family = Family(layers, must_say, [*must_say, *others, *silent], ignores, silent)
-        found.update(dict.fromkeys(names, family))
+        silent = [match.groups() for match in map(SILENT.fullmatch, others) if match]
+        reads = [*must_say, *others, *(name for name, _, _ in silent)]
+        found.update(dict.fromkeys(names, Family(layers, must_say, reads, silent)))
     return found
 
 
 FAMILIES = families()
-
-# The settings that choose the layers: a number n of which every n-th is full and the others are
-EVERY = {
-    "full_attention_interval": NOTHING, "layer_group_size": NOTHING,
-    "sliding_window_pattern": WINDOW, "global_attn_every_n_layers": WINDOW,
-    "no_rope_layer_interval": CHUNK,
-}  # fmt: skip
-# another number; a word for each layer; a 0 or a 1 for each; the full ones, counted from 0 or 1.
-BY_NUMBER: dict[str, Callable[[int, int], str]] = {
-    "max_window_layers": lambda n, i: FULL if i < n else WINDOW,
-    "cla_share_factor": lambda n, i: NOTHING if i % n else FULL,
-    "attn_layer_period": lambda n, i: NOTHING if i % n else FULL,  # counted from an offset
-}
-BY_WORD = ("layer_types", "layers_block_type", "hybrid_override_pattern")
-BY_MARK = {
-    "attn_type_list": NOTHING + FULL, "no_rope_layers": FULL + CHUNK,
-    "sparse_attention_freq": FULL + INDEXED,
-}  # fmt: skip
-BY_PLACE = {"full_attn_idxs": 0, "attn_layer_indices": 0, "full_attn_layers": 1}
-CHOOSING = (*BY_WORD, *EVERY, *BY_NUMBER, *BY_MARK, *BY_PLACE)
-# Every file may have these. What else chooses layers, and the second list, tell of another
-# architecture than the class that the model_type names, unless that class reads them.
-HARMLESS = (
-    "layer_types", "max_window_layers", "no_rope_layers", "no_rope_layer_interval",
-    "sliding_window_pattern",
-)  # fmt: skip
-TELLTALES = """
-    add_cross_attention attention_chunk_size attention_other_setting attention_types block_configs
-    block_types cross_attention_layers global_attn_idx global_head_dim hybrid_layer_ids index_topk
-    interleaved_sliding_window is_encoder_decoder kv_lora_rank kv_reuse_group linear_attn_config
-    mamba_step mb_per_layer num_global_key_value_heads num_key_value_heads_per_layer
-    num_kv_shared_layers rswa_window sparse_attention_config swa_head_dim swa_num_key_value_heads
-    type_vocab_size use_bidirectional_attention use_cla window_sizes
-"""
 
 
 def dimension(config: Config, name: str, least: int = 1) -> int:
@@ -2463,8 +2459,7 @@ def dimension(config: Config, name: str, least: int = 1) -> int:
 
 def flag(config: Config, name: str) -> bool:
     """A setting that is true or not."""
-    value = config.get(name)
-    return value is not None and truth(name, value)
+    return config.get(name) is not None and truth(name, config[name])
 
 
 def decoder_of(config: Config) -> tuple[str, dict[str, Any]]:
@@ -2474,28 +2469,28 @@ def decoder_of(config: Config) -> tuple[str, dict[str, Any]]:
         name = next((name for name in DECODERS if part.get(name) is not None), "")
         if not name or flag(part, "is_encoder_decoder"):
             return where, part
-        inner = dict(mapping(name, part[name]))
+        inner = mapping(name, part[name])
         where, part = f"{where}.{name}".lstrip("."), {"model_type": part.get("model_type"), **inner}
     raise ValueError(f"config has {where}")
 
 
-def family_of(kind: Any, config: Config) -> Family:
-    """The row of a model_type, unless a setting tells of another architecture."""
+def family_of(config: Config) -> Family:
+    """The row of a config's model_type, unless a setting tells of another architecture."""
+    kind = config.get("model_type")
+    if kind is None:
+        kind = UNTYPED.get(str(config.get("architectures")), "(none)")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"model_type {shown(kind)} is not one of those known here; {KNOWN_SHAPE}")
-    row = FAMILIES[kind]
-    for name in sorted({*CHOOSING, *TELLTALES.split()} - {*HARMLESS, *row.reads}):
-        if config.get(name):
-            raise ValueError(
-                f"config has {name}: its architecture is not supported (it is"
-                f" {shown(config[name])}); {KNOWN_SHAPE}"
-            )
-    return row
+        raise ValueError(f"model_type {shown(kind)} is not one of those known here; {OTHERWISE}")
+    for name in TELLTALES:
+        if config.get(name) and name not in FAMILIES[kind].reads:
+            value = shown(config[name])
+            raise ValueError(f"config has {name} = {value}, unlike its model_type; {OTHERWISE}")
+    return FAMILIES[kind]
 
 
 def renamed(config: Config, row: Family) -> dict[str, Any]:
     """What the class reads of some settings, under their usual names."""
-    settings = {name: value for name, value in config.items() if name not in row.ignores}
+    settings = {name: value for name, value in config.items() if f"-{name}" not in row.reads}
     for name in [name for name in row.reads if name in ALIASES and name in settings]:
         value, usual = settings[name], ALIASES[name]
         other = settings.get(usual)
@@ -2505,19 +2500,18 @@ def renamed(config: Config, row: Family) -> dict[str, Any]:
     return settings
 
 
-def read(config: Config, row: Family, silent: Config) -> dict[str, Any]:
+def read(config: Config, row: Family, nested: bool) -> dict[str, Any]:
     """The settings of a config as its class has them."""
     settings = dict(config)
     for group in [group for group in GROUPS if group in row.reads and config.get(group)]:
         inner = mapping(group, config[group])
         settings = {**{name: inner[name] for name in row.reads if name in inner}, **settings}
-    settings = {**silent, **row.silent, **renamed(settings, row)}
-    if "pairs_of_layers" in row.reads:  # LongCat: each of num_layers has two attentions
-        pairs = dimension(settings, "num_layers") if "num_layers" in settings else None
-        if pairs and settings.setdefault("num_hidden_layers", 2 * pairs) != 2 * pairs:
-            raise ValueError(f"num_hidden_layers must be twice the {pairs} num_layers")
-        if dimension(settings, "num_hidden_layers") % 2:
-            raise ValueError("num_hidden_layers must be even: it is twice num_layers")
+    if "pairs_of_layers" in row.reads and "num_layers" in settings:  # LongCat: two attentions each
+        settings["num_layers"] = 2 * dimension(settings, "num_layers")
+    settings = renamed(settings, row)
+    for name, sign, value in row.silent:
+        if sign == "=" or nested:
+            settings.setdefault(name, json.loads(value))
     for name in row.must_say:
         if name not in settings:
             raise ValueError(f"config lacks {name}")
@@ -2526,29 +2520,26 @@ def read(config: Config, row: Family, silent: Config) -> dict[str, Any]:
 
 def told_by(config: Config, name: str, layers: int) -> str:
     """What each layer keeps, by one setting."""
-    value = config[name]
-    if name == "sliding_window_pattern" and isinstance(value, str) and value:
-        value = (value * layers)[:layers]  # LLLG, as EXAONE has it
-    elif name in EVERY:
-        n = dimension(config, name)
-        if name == "layer_group_size" and layers % n:  # engines disagree about the rest
-            raise ValueError(f"{name} = {n} does not divide the {layers} layers")
-        return "".join(EVERY[name] if (i + 1) % n else FULL for i in range(layers))
-    elif name in BY_NUMBER:
-        n = dimension(config, name, least=int(name != "max_window_layers"))
-        first = dimension(config, "attn_layer_offset", 0) if name == "attn_layer_period" else 0
-        return "".join(BY_NUMBER[name](n, i - first) for i in range(layers))
-    elif name in BY_PLACE and isinstance(value, list):
-        full = {whole(f"a layer in {name}", i, 0, layers) - BY_PLACE[name] for i in value}
-        return "".join(FULL if i in full else NOTHING for i in range(layers))
-    extra = whole("num_nextn_predict_layers", config.get("num_nextn_predict_layers") or 0)
-    if not isinstance(value, (list, str)) or len(value) - layers not in (0, extra):
-        raise ValueError(f"{name} must list {layers} layers, not {shown(value)}")
-    kinds = dict(enumerate(BY_MARK[name])) if name in BY_MARK else KINDS
-    for kind in value:
-        if not isinstance(kind, (str, int)) or isinstance(kind, bool) or kind not in kinds:
-            raise ValueError(f"{name} has {shown(kind)}, which is not supported")
-    return "".join(kinds[kind] for kind in value[:layers])
+    value, choose, first, fits = config[name], CHOOSING[name], 0, True
+    if name == "sliding_window_pattern" and isinstance(value, str):  # LLLG, as EXAONE has it
+        value, choose = (value * layers)[:layers], words
+    elif not isinstance(value, (list, str)):
+        value = dimension(config, name, least=int(name != "max_window_layers"))
+        fits = name != "layer_group_size" or layers % value == 0  # engines differ on the rest
+    if name == "attn_layer_period":
+        first = dimension(config, "attn_layer_offset", 0)
+    try:
+        kept = "".join(choose(value, i - first) for i in range(layers))
+    except (IndexError, KeyError, TypeError):
+        fits = False
+    else:
+        if name in PLACES:
+            fits = kept.count(FULL) == len(value)
+        elif isinstance(value, (list, str)):  # of all layers, or of those too that draft
+            fits = len(value) - layers in (0, config.get("num_nextn_predict_layers") or 0)
+    if not fits:
+        raise ValueError(f"{name} = {shown(value)} does not tell what {layers} layers keep")
+    return kept
 
 
 def layers_of(config: Config, row: Family) -> str:
@@ -2557,72 +2548,67 @@ def layers_of(config: Config, row: Family) -> str:
     if "hybrid_override_pattern" in row.reads and isinstance(listed, (list, str)):
         config = {"num_hidden_layers": len(listed), **config}  # Nemotron may list its layers only
     layers = dimension(config, "num_hidden_layers")
-    pattern, _, others = row.layers.partition("/")
+    if "pairs_of_layers" in row.reads and layers % 2:
+        raise ValueError(f"num_hidden_layers = {layers} must be even, two for each of num_layers")
+    pattern = row.layers.split("/")[0]
     slides = config.get("sliding_window") is not None
     if "use_sliding_window" in row.reads:
         slides = slides and flag(config, "use_sliding_window")
-    if slides and WINDOW not in pattern + others:
+    if slides and WINDOW not in row.layers:
         window = shown(config["sliding_window"])
         raise ValueError(f"sliding_window = {window} is not supported for its model_type")
-    moot = {"sliding_window_pattern", "max_window_layers"} if not slides else set()
-    if not flag(config, "use_cla"):
-        moot.add("cla_share_factor")
-    ways = {"layer_types", *row.reads} - moot
+    moot = set() if slides else {"sliding_window_pattern", "max_window_layers"}
+    moot |= set() if flag(config, "use_cla") else {"cla_share_factor"}
+    ways = [name for name in CHOOSING if name in {"layer_types", *row.reads} - moot]
     told = {
-        name: told_by(config, name, layers)
-        for name in CHOOSING
-        if name in ways and config.get(name) not in (None, [])
+        name: told_by(config, name, layers) for name in ways if config.get(name) not in (None, [])
     }
-    if not slides and set(pattern + others) <= {FULL, WINDOW}:
+    if not slides and set(row.layers) <= {FULL, WINDOW, "/"}:
         pattern = FULL
     if not told and not pattern:
-        raise ValueError(f"config lacks {min(ways.intersection(CHOOSING), key=CHOOSING.index)}")
+        raise ValueError(f"config lacks {ways[-1]}")
     kept = next(iter(told.values()), (pattern * layers)[:layers])
     for name, other in told.items():
         if other != kept:
             raise ValueError(f"{name} contradicts {next(iter(told))}")
         if WINDOW in kept and not slides:
             raise ValueError(f"{name} has sliding layers, but sliding_window is absent or not used")
-        if not set(kept) <= {FULL, *pattern, *others}:
+        if not {FULL, *row.layers}.issuperset(kept):
             raise ValueError(f"{name} has layers of a kind that its model_type does not have")
-    if "global_head_dim" in row.reads:  # Gemma 4, which mends what its files say
+    if "global_head_dim" in row.reads:  # Gemma 4, whose class mends what the file says
         masked = config.get("use_bidirectional_attention")
         if masked not in (None, False, "vision") or kept[-1] != FULL:
+            masked = shown(masked)
             raise ValueError(
-                f"use_bidirectional_attention = {shown(masked)} or a last layer with a window is"
-                " not supported"
+                f"use_bidirectional_attention = {masked} or a last layer with a window is not"
+                " supported"
             )
     shared = whole("num_kv_shared_layers", config.get("num_kv_shared_layers") or 0, 0, layers - 1)
     return kept[: layers - shared]  # the last ones read the KV of others
 
 
-def exceptions(config: Config, row: Family, kept: str) -> dict[int, dict[str, Any]]:
+def exceptions(config: Config, row: Family, layers: str) -> dict[int, dict[str, Any]]:
     """The settings that single layers have of their own, by layer."""
-    own = {}
-    shape = ("num_attention_heads", "num_key_value_heads", "head_dim")
     if config.get("per_layer_config") is not None:  # as transformers 5.15 and later save it
+        own = {}
         for place, settings in mapping("per_layer_config", config["per_layer_config"]).items():
-            for name in mapping(f"per_layer_config[{shown(place)}]", settings):
-                if name not in shape:
-                    raise ValueError(f"per_layer_config has {shown(name)}, which is not supported")
-            layer = int(place) if isinstance(place, str) and place.isdecimal() else place
-            layers = dimension(config, "num_hidden_layers")
-            own[whole("a layer in per_layer_config", layer, 0, layers - 1)] = dict(settings)
-    elif "global_head_dim" in row.reads:  # Gemma 4
-        other = {"head_dim": dimension(config, "global_head_dim")}
-        if flag(config, "attention_k_eq_v") and config.get("num_global_key_value_heads"):
-            other["num_key_value_heads"] = config["num_global_key_value_heads"]
-        own = {i: other for i, kind in enumerate(kept) if kind == FULL}
-    elif config.get("attention_other_setting") is not None:  # Step
-        other = renamed(mapping("attention_other_setting", config["attention_other_setting"]), row)
-        other = {name: other[name] for name in shape if name in other}
-        own = {i: other for i, kind in enumerate(kept) if kind == WINDOW}
-    elif config.get("num_attention_heads_per_layer") is not None:  # Laguna
-        heads = config["num_attention_heads_per_layer"]
-        if not isinstance(heads, list) or len(heads) != len(kept):
-            raise ValueError(f"num_attention_heads_per_layer must list {len(kept)} layers")
-        own = {i: {"num_attention_heads": n} for i, n in enumerate(heads)}
-    return own
+            odd = [name for name in mapping("per_layer_config", settings) if name not in SHAPE]
+            if odd:
+                raise ValueError(f"per_layer_config has {shown(odd[0])}, which is not supported")
+            i = int(place) if isinstance(place, str) and place.isdecimal() else place
+            most = dimension(config, "num_hidden_layers") - 1
+            own[whole("a layer in per_layer_config", i, 0, most)] = dict(settings)
+        return own
+    kind, shape = WINDOW, config.get("attention_other_setting")  # Step
+    if "global_head_dim" in row.reads:  # Gemma 4
+        kind, shape = FULL, {"head_dim": dimension(config, "global_head_dim")}
+        if flag(config, "attention_k_eq_v"):
+            shape["num_key_value_heads"] = config.get("num_global_key_value_heads")
+    if shape is None:
+        return {}
+    shape = renamed(mapping("attention_other_setting", shape), row)
+    shape = {name: shape[name] for name in SHAPE if shape.get(name) is not None}
+    return {i: shape for i, keeps in enumerate(layers) if keeps == kind}
 
 
 MULTI_QUERY = {  # what says that all query heads share one KV head
@@ -2633,8 +2619,7 @@ MULTI_QUERY = {  # what says that all query heads share one KV head
 
 def kv_heads_of(config: Config, row: Family, heads: int) -> int:
     """How many KV heads serve the query heads: as many (MHA), fewer (GQA) or one (MQA)."""
-    stated = "num_key_value_heads" not in config or config["num_key_value_heads"] is not None
-    kv_heads = dimension(config, "num_key_value_heads") if stated else heads
+    stated = config.get("num_key_value_heads", 0) is not None
     single = any(
         flag(config, name) if word is True else config.get(name) == word
         for name, word in MULTI_QUERY.items()
@@ -2642,50 +2627,43 @@ def kv_heads_of(config: Config, row: Family, heads: int) -> int:
     )
     if "new_decoder_architecture" in row.reads:  # Falcon 7B states all its heads, and has one
         single = single and not flag(config, "new_decoder_architecture")
-        kv_heads = 1 if single else kv_heads
-    elif "multi_query_group_num" in row.reads and not single:  # ChatGLM
-        kv_heads = heads
-    elif single and not stated:
-        kv_heads = 1
+        stated = stated and not single
+    if "multi_query_group_num" in row.reads:  # ChatGLM
+        stated = stated and single
+    kv_heads = dimension(config, "num_key_value_heads") if stated else 1 if single else heads
     if heads % kv_heads:
-        raise ValueError(
-            f"num_key_value_heads = {kv_heads} does not divide the {heads} query heads"
-        )
+        raise ValueError(f"num_key_value_heads = {kv_heads} does not divide the {heads} heads")
     return kv_heads
 
 
-def head_dim_of(config: Config, heads: int) -> int:
-    """Values in a head: what the config says, and hidden size / query heads only if it does not."""
-    if config.get("head_dim") is not None:
-        return dimension(config, "head_dim")
-    hidden = dimension(config, "hidden_size")
-    if hidden % heads:
-        message = f"hidden_size = {hidden} is no multiple of {heads} query heads"
-        raise ValueError(f"config lacks head_dim, and {message}")
-    return hidden // heads
-
-
-def values_of(config: Config, row: Family, kind: str, tp: int) -> int:
+def values_of(config: Config, row: Family, index: bool, tp: int) -> int:
     """Values of KV that a layer keeps of a token, on each of `tp` GPUs."""
     latent = "kv_lora_rank" in row.reads
     if "use_mla" in row.reads and config.get("use_mla") is False:
-        latent = config.get("kv_lora_rank") is not None
-        if latent:
+        latent = False
+        if config["kv_lora_rank"]:
             raise ValueError("use_mla = False contradicts kv_lora_rank")
-    if kind == NOTHING:
-        return 0
     heads = dimension(config, "num_attention_heads") if tp > 1 or not latent else tp
     if heads % tp:
         raise ValueError(f"tp = {tp} does not divide the {heads} query heads")
     if latent:
         return dimension(config, "kv_lora_rank") + dimension(config, "qk_rope_head_dim")
-    kv_heads, head_dim = kv_heads_of(config, row, heads), head_dim_of(config, heads)
+    kv_heads = kv_heads_of(config, row, heads)
+    if config.get("head_dim") is not None:
+        head_dim = dimension(config, "head_dim")
+    else:
+        hidden = dimension(config, "hidden_size")
+        head_dim = hidden // heads
+        if hidden % heads:
+            raise ValueError(
+                f"config lacks head_dim, and hidden_size = {hidden} is no multiple of {heads} heads"
+            )
     if config.get("v_head_dim") not in (None, 0, head_dim):
         raise ValueError(f"v_head_dim = {shown(config['v_head_dim'])} is not the {head_dim} of K")
     if kv_heads % tp and tp % kv_heads:
         raise ValueError(f"tp = {tp} neither divides the {kv_heads} KV heads nor is a multiple")
-    index = dimension(config, "index_head_dim") if kind == INDEXED else 0
-    return 2 * max(1, kv_heads // tp) * head_dim + index
+    values = 2 * max(1, kv_heads // tp) * head_dim
+    return values + dimension(config, "index_head_dim") if index else values
 
 
 def kv_bytes(config: Config, tokens: int = 1, dtype_bytes: float | None = None, tp: int = 1) -> int:
@@ -2715,18 +2693,16 @@ def kv_bytes(config: Config, tokens: int = 1, dtype_bytes: float | None = None, 
     """
     where, part = decoder_of(config)
     try:
-        kind = part.get("model_type")
-        if kind is None:
-            kind = UNTYPED.get(str(part.get("architectures")), "(none)")
-        row = family_of(kind, part)
-        part = read(part, row, NESTED.get(kind, {}) if where else {})
+        row = family_of(part)
+        part = read(part, row, nested=bool(where))
         layers = layers_of(part, row)
         own = exceptions(part, row, layers)
         values = 0
-        for i, keeps in enumerate(layers):
-            most = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(keeps)
-            held = min(tokens, dimension(part, most)) if most else tokens
-            values += values_of({**part, **own.get(i, {})}, row, keeps, tp) * held
+        for i, kind in enumerate(layers):
+            if kind != NOTHING:
+                most = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(kind)
+                held = min(tokens, dimension(part, most)) if most else tokens
+                values += values_of({**part, **own.get(i, {})}, row, kind == INDEXED, tp) * held
         return math.ceil(values * (2 if dtype_bytes is None else dtype_bytes))
     except (TypeError, ValueError) as error:
         raise type(error)(f"in {where}: {error}" if where else str(error)) from None
