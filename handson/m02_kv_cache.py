@@ -2419,7 +2419,7 @@ TELLTALES = """
     layers_block_type linear_attn_config num_global_key_value_heads num_key_value_heads_per_layer
     num_kv_shared_layers sparse_attention_config swa_head_dim swa_num_key_value_heads
     type_vocab_size use_bidirectional_attention use_cla
-""".split()
+"""
 
 Config = Mapping[str, Any]
 
@@ -2481,7 +2481,7 @@ def family_of(config: Config) -> Family:
         kind = UNTYPED.get(str(config.get("architectures")), "(none)")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type {shown(kind)} is not one of those known here; {OTHERWISE}")
-    for name in TELLTALES:
+    for name in TELLTALES.split():
         if config.get(name) and name not in FAMILIES[kind].reads:
             value = shown(config[name])
             raise ValueError(f"config has {name} = {value}, unlike its model_type; {OTHERWISE}")
