@@ -2371,8 +2371,8 @@ F | deepseek_v2 deepseek_vl_v2 | kv_lora_rank | use_mla
 F | longcat_flash | kv_lora_rank | num_layers pairs_of_layers
 /F- | kimi_linear | kv_lora_rank | linear_attn_config full_attn_layers
 /F- | bailing_hybrid | kv_lora_rank | layer_group_size
-F | (none) | num_key_value_heads | n_layer n_layers num_layers n_head n_heads n_embd n_embed \
-    d_model kv_channels num_kv_heads n_head_kv n_kv_heads num_multi_query_heads
+F | (none) | num_hidden_layers num_key_value_heads | n_layer n_layers num_layers n_head n_heads \
+    n_embd n_embed d_model kv_channels num_kv_heads n_head_kv n_kv_heads num_multi_query_heads
 """
 
 UNTYPED = {  # families that publish no model_type, by their architectures
@@ -2382,10 +2382,12 @@ UNTYPED = {  # families that publish no model_type, by their architectures
 
 
 def words(value: Any, i: int) -> str:
+    """A word for each layer."""
     return KINDS[value[i]]
 
 
 def places(value: Any, i: int) -> str:
+    """The numbers of the full layers."""
     return FULL if i in value else NOTHING
 
 
@@ -2422,8 +2424,6 @@ TELLTALES = """
 """
 
 Config = Mapping[str, Any]
-
-
 SILENT = re.compile("(.+)([=:])(.+)")
 
 
@@ -2471,7 +2471,7 @@ def decoder_of(config: Config) -> tuple[str, dict[str, Any]]:
             return where, part
         inner = mapping(name, part[name])
         where, part = f"{where}.{name}".lstrip("."), {"model_type": part.get("model_type"), **inner}
-    raise ValueError(f"config has {where}")
+    raise ValueError(f"config has {where}: its architecture is not supported")
 
 
 def family_of(config: Config) -> Family:
@@ -2558,7 +2558,10 @@ def layers_of(config: Config, row: Family) -> str:
         window = shown(config["sliding_window"])
         raise ValueError(f"sliding_window = {window} is not supported for its model_type")
     moot = set() if slides else {"sliding_window_pattern", "max_window_layers"}
-    moot |= set() if flag(config, "use_cla") else {"cla_share_factor"}
+    if not flag(config, "use_cla"):
+        moot.add("cla_share_factor")
+    elif "use_cla" in row.reads:
+        dimension(config, "cla_share_factor")
     ways = [name for name in CHOOSING if name in {"layer_types", *row.reads} - moot]
     told = {
         name: told_by(config, name, layers) for name in ways if config.get(name) not in (None, [])

@@ -1217,7 +1217,8 @@ multi_query must be True or False % T=falcon L=2 H=8 D=64 multi_query=1
 text_config must be a dict, not 5 % text_config=5
 in text_config: config lacks num_key_value_heads % text_config L=2
 in thinker_config.text_config: num_hidden_layers must be % T=olmo thinker_config text_config L=null
-config lacks num_key_value_heads % architectures=[]
+config lacks num_hidden_layers % architectures=[]
+config lacks cla_share_factor % T=hunyuan L=4 H=8 K=8 D=1024 use_cla=true
 """
 
 
