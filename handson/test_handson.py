@@ -1160,6 +1160,9 @@ FEW = """
 1:184320,131072:6511656960 T=step3p5 L=45 H=64 num_attention_groups=8 D=4096 d=128 W=512
   layer_types=FSSS*12 num_nextn_predict_layers=3
   attention_other_setting num_attention_heads=96 num_attention_groups=8
+256 T=jamba L=12 H=8 K=8 D=64 attn_layer_period=8 attn_layer_offset=5
+1:768 T=gemma4_text L=2 H=8 K=4 d=16 W=9 layer_types=SF attention_k_eq_v=false
+  global_head_dim=32 num_global_key_value_heads=1
 131072 L=32 H=32 K=8 d=128
 131072 n_layer=32 n_head=32 n_kv_heads=8 d_model=4096
 refuse/40 T=deepseek_v3 L=61 H=128 kv_lora_rank=512 qk_rope_head_dim=64
@@ -1192,6 +1195,7 @@ full_attention_interval contradicts layer_types % T=qwen3_next L=4 d=64 layer_ty
   full_attention_interval=4
 config lacks num_key_value_heads % T=seed_oss L=2 H=80 D=5120 d=128
 config lacks num_key_value_heads % L=32 H=32 D=4096
+config lacks num_hidden_layers % T=llama H=32 K=8 D=4096
 config lacks layer_types % T=granitemoehybrid L=40 H=32 K=8 D=2048
 config lacks attn_layer_indices % T=bamba L=40 H=32 K=8 D=2048
 config lacks max_window_layers % T=qwen2 L=2 H=8 K=8 D=64 W=9 use_sliding_window=true
