@@ -2823,212 +2823,227 @@ def ascii_line(text: str) -> str:
 
 # --------------------------------------------------------------------------------- your own model
 
-# The same price for any other model. Half of it stands in the model's config.json, in many
-# spellings; the other half in the class that its model_type names: which layers keep every token,
-# and what holds where the file is silent. TABLE was read from the classes of transformers 5.24 and
-# vLLM 0.33, and from older ones of vLLM for a few that both have dropped. What is not in it is
+# The same price for any other model. Its config.json holds the figures, and the class that its
+# model_type names says what they mean. TABLE has the classes that were read (those of transformers
+# 5.25 and vLLM 0.33, and of older ones for a few that both have dropped). What is not in it is
 # refused: better no answer than a wrong one.
 
-SPELLINGS = {  # one setting, as the families write it; errors use the first name
-    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "kv_heads": (
-        "num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads", "kv_n_heads",
-        "num_attention_groups",
-    ),
-    "head_dim": ("head_dim", "kv_channels", "attention_head_dim"),
-    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
-    "window": ("sliding_window", "attention_window_size"),
-    "dtype": ("torch_dtype", "dtype"),
-}  # fmt: skip
+ALIASES = {  # other names of a setting, where a class reads them
+    alias: usual
+    for usual, aliases in {
+        "num_hidden_layers": "n_layer n_layers num_layers",
+        "num_attention_heads": "n_head n_heads",
+        "num_key_value_heads": "num_kv_heads n_head_kv n_kv_heads kv_n_heads num_attention_groups"
+        " multi_query_group_num num_multi_query_heads",
+        "hidden_size": "n_embd n_embed d_model",
+        "head_dim": "kv_channels attention_head_dim",
+        "index_head_dim": "sparse_index_dim",
+    }.items()
+    for alias in aliases.split()
+}
 DECODERS = ("text_config", "llm_config", "language_config", "thinker_config")  # where it may be
 GROUPS = ("attn_config", "linear_attn_config", "sparse_attention_config")  # of settings
-WAY_OUT = "kv_bytes_per_token takes layers, KV heads and head_dim directly"
+SHAPE = ("num_attention_heads", "num_key_value_heads", "head_dim")  # what a layer may have its own
+OTHERWISE = (
+    "kv_bytes_per_token is right only where every layer keeps one K and one V of every token for"
+    " each KV head, which is not so with a latent, a window or a state"
+)
 
 # What a layer keeps: every token, a window of them, the chunk they are in, nothing, or every token
-# and one more key to find it by. Configs have many words for it.
+# and one more key to find it by.
 FULL, WINDOW, CHUNK, NOTHING, INDEXED = "F", "W", "C", "-", "I"
-KINDS: dict[Any, str] = {
-    "full_attention": FULL, "attention": FULL, "*": FULL, "G": FULL, 1: FULL,
+KINDS = {
+    "full_attention": FULL, "attention": FULL, "hybrid": FULL, "*": FULL, "G": FULL,
     "sliding_attention": WINDOW, "L": WINDOW, "chunked_attention": CHUNK,
-    "linear_attention": NOTHING, "mamba": NOTHING, "conv": NOTHING, "moe": NOTHING, "mlp": NOTHING,
-    "M": NOTHING, "E": NOTHING, "-": NOTHING, 0: NOTHING,
+    "minimax_m3_sparse": INDEXED, "linear_attention": NOTHING, "mamba": NOTHING, "conv": NOTHING,
+    "moe": NOTHING, "mlp": NOTHING, "M": NOTHING, "E": NOTHING, "-": NOTHING,
 }  # fmt: skip
 
-# layers, to be repeated (after a slash: others that a config may name) | model types
-#     | what holds where the config is silent (kv_heads=0: as many as heads) | what else it may say
-TABLE = """
-F | llama | layers=32 heads=32 kv_heads=0 hidden=4096
-F | apertus aquila arcee aria_text baichuan bloom chatglm codegen cohere | kv_heads=0
-F | deepseek flex_olmo gpt2 gpt_neox gptj granite granitemoe granitemoeshared | kv_heads=0
-F | hf_olmo hyperclovax internlm InternLM internlm2 jais jais2 minicpm molmo nanochat | kv_heads=0
-F | nemotron olmo olmo2 olmoe opt orion persimmon phi phi-msft qwen | kv_heads=0
-F | stablelm_epoch xverse | kv_heads=0
-F | arctic bailing_moe bailing_moe_v2 bitnet emu3_text_model ernie4_5_moe ernie4_5_moe_vl
-F | ernie4_5_vl_moe_text exaone falcon_h1 git glm4_moe glm4v_moe_text glm4v_text glm_ocr_text
-F | chameleon hunyuan_vl_text phi3small qwen3_omni_moe_text qwen3_vl_moe_text stablelm
-F | cosmos3_edge_text ernie4_5 glm glm4 helium hy_v3 internlm3 iquestcoder | head_dim=128
-F | molmo2_text paddleocr_vl paddleocr_vl_text qwen3_vl_text seed_oss solar_open | head_dim=128
-F | gemma step3_text | head_dim=256
-F | falcon gpt_bigcode RefinedWebModel | kv_heads=0 multi_query=true
-F | RefinedWeb | new_decoder_architecture=true
-F | mpt | kv_heads=0 | attn_config
-F | dbrx | | attn_config
-F | llava llava_llama minicpmo minicpmv qwen2_moe qwen3_moe smollm3 | use_sliding_window=false
-F/- | hunyuan hunyuan_v1_dense hunyuan_v1_moe | kv_heads=0 | use_cla cla_share_factor
-W | mistral | layers=32 heads=32 kv_heads=8 hidden=4096 window=4096
-W | ministral3 | head_dim=128
-W | mixtral phi3 phi3_v phi4_multimodal phi4mm phimoe starcoder2
-W | qwen2 | layers=32 heads=32 kv_heads=32 hidden=4096 use_sliding_window=false max_window_layers=28
-W | dots_ocr mimo qwen2_5_omni_text | use_sliding_window=false max_window_layers=28
-W | qwen2_5_vl qwen2_vl | use_sliding_window=false max_window_layers=80
-W | qwen2_5_vl_text qwen2_vl_text | use_sliding_window=false max_window_layers=80
-W | qwen3 | head_dim=128 use_sliding_window=false max_window_layers=28
-W | dots1 | window=4096 max_window_layers=62
-W | ministral | window=4096
-WF | gpt_oss | head_dim=64 window=128
-WF | gemma2 vaultgemma | head_dim=256 window=4096
-WWWF | cohere2 exaone4 exaone_moe olmo3 | window=4096
-WWWF | afmoe | head_dim=128 window=1024 | global_attn_every_n_layers
-WWWWF | gemma3n_text | head_dim=256 window=512 num_kv_shared_layers=15 | num_kv_shared_layers
-WWWWWF | gemma3 gemma3_text | layers=26 heads=8 kv_heads=4 hidden=2304 head_dim=256 window=4096
-WWWWWF | gemma4_text gemma4_unified_text | head_dim=256 window=512 global_head_dim=512 \
-    | global_head_dim num_global_key_value_heads num_kv_shared_layers use_bidirectional_attention
-FWWW | cwm | head_dim=128 window=8192
-FWWW | granite_swa granitemoe_swa | window=128
-F/W | laguna mellum | head_dim=128
-/FW | step3p5 step3p7 | | attention_other_setting
-CCCF | llama4_text | head_dim=128 attention_chunk_size=8192 | attention_chunk_size \
-    no_rope_layers no_rope_layer_interval
----F | qwen3_5_moe_text qwen3_5_text qwen3_next | head_dim=256 | full_attention_interval
----F | olmo_hybrid
-F- | minimax
-F/- | minimax_m1 minimax_text_01 | | attn_type_list
-F | minimax_m2 | head_dim=128 | attn_type_list
-/F- | jamba | attn_layer_period=8 attn_layer_offset=4 | attn_layer_period layers_block_type
+# layers, to be repeated (after a slash: what else the file may name) | model types
+#     | what the file must say | what else the class reads (name=value: where the file is silent;
+#     name:value: where a text_config is, which may leave out what its class has; -name: does not)
+# Null is as many KV heads as query heads, and as head_dim hidden size / query heads.
+MHA = "num_key_value_heads=null -num_key_value_heads -head_dim"
+GEMMA_4 = (
+    "attention_k_eq_v global_head_dim num_global_key_value_heads num_kv_shared_layers"
+    " use_bidirectional_attention"
+)
+TABLE = f"""
+F | apertus apertus1p5_text arcee aria_text cohere flex_olmo granite granitemoe granitemoeshared \
+    hyperclovax jais2 nanochat nemotron olmo olmo2 olmoe phi xverse | | num_key_value_heads=null
+F | llama | | num_key_value_heads=null num_hidden_layers:32 num_attention_heads:32 hidden_size:4096
+F | aquila arctic bailing_moe bailing_moe_v2 bitnet chameleon deepseek emu3_text_model \
+    ernie4_5_moe ernie4_5_moe_vl ernie4_5_vl_moe_text git glm4_moe glm4v_moe_text glm4v_text \
+    glm_ocr_text granite_docling_text internlm2 minicpm molmo orion phi3small \
+    qwen3_omni_moe_text qwen3_vl_moe_text stablelm stablelm_epoch
+F | cosmos3_edge_text ernie4_5 glm glm4 helium hy_v3 internlm3 molmo2_text paddleocr_vl \
+    paddleocr_vl_text qwen3_vl_text sarvam_moe seed_oss solar_open | head_dim
+F | gemma | head_dim | head_dim:256
+F | exaone | | num_layers
+F | falcon_h1 | | layers_block_type
+F | minimax_m2 | head_dim | attn_type_list
+F | step3_text | head_dim | num_attention_groups
+F | hunyuan_vl_text | | attention_head_dim num_key_value_heads=null
+F | llava llava_llama minicpmo minicpmv qwen2_moe qwen3_moe smollm3 | | use_sliding_window
+F | iquestcoder | head_dim | use_sliding_window
+F | baichuan gpt_neox internlm InternLM opt persimmon | | {MHA}
+F | bloom codegen gptj jais | | n_layer n_head n_embd n_embed {MHA}
+F | gpt2 | | n_layer n_head n_embd attention_head_type {MHA}
+F | gpt_bigcode | multi_query | n_layer n_head n_embd {MHA}
+F | falcon RefinedWebModel | multi_query \
+    | n_layer n_head n_embed num_kv_heads new_decoder_architecture {MHA}
+F | RefinedWeb | n_head_kv | n_layer n_head n_embed -head_dim
+F | phi-msft | n_head_kv | n_layer n_head n_embd -head_dim
+F | hf_olmo | | n_layers n_heads d_model n_kv_heads multi_query_attention {MHA}
+F | mpt | | n_layers n_heads d_model attn_config attn_type kv_n_heads {MHA}
+F | dbrx | attn_config | n_layers n_heads d_model kv_n_heads
+F | qwen | kv_channels | num_key_value_heads=null -num_key_value_heads
+F | chatglm | kv_channels | num_layers multi_query_attention multi_query_group_num {MHA}
+F/- | hunyuan hunyuan_v1_dense hunyuan_v1_moe \
+    | | use_cla cla_share_factor attention_head_dim num_key_value_heads=null
+W | mistral | sliding_window | num_hidden_layers:32 num_attention_heads:32 num_key_value_heads:8 \
+    hidden_size:4096
+W | ministral | sliding_window
+W | ministral3 | sliding_window head_dim
+W | mixtral phi3_v phi4_multimodal phi4mm phimoe starcoder2
+W | phi3 | | num_key_value_heads=null
+/FW | dots1 | sliding_window | max_window_layers
+/FW | qwen2 | | use_sliding_window max_window_layers num_hidden_layers:32 num_attention_heads:32 \
+    num_key_value_heads:32 hidden_size:4096
+/FW | dots_ocr mimo qwen2_5_omni_text qwen2_5_vl qwen2_5_vl_text qwen2_vl qwen2_vl_text \
+    | | use_sliding_window max_window_layers
+/FW | qwen3 | head_dim | use_sliding_window max_window_layers
+/FW | beam cwm flint gpt_oss kolibri1 laguna mellum muse_glimmer_text muse_spark_text vaultgemma \
+    | sliding_window head_dim
+/FW | granite_swa granitemoe_swa olmo3 | sliding_window
+/FW | afmoe | sliding_window head_dim | global_attn_every_n_layers
+/FW | cohere2 | sliding_window | sliding_window_pattern -head_dim
+/FW | exaone4 exaone_moe | sliding_window | sliding_window_pattern
+/FW | gemma3n_text | sliding_window head_dim num_kv_shared_layers
+/FW | gemma4_text | sliding_window head_dim | {GEMMA_4}
+/FW | gemma4_unified_text | head_dim | {GEMMA_4} sliding_window=1024
+/FW | step3p5 step3p7 | | num_attention_groups attention_other_setting head_dim=128
+/FW- | lara_mini lfm3 | sliding_window head_dim
+WF | gemma2 | sliding_window head_dim \
+    | num_attention_heads:8 num_key_value_heads:4 head_dim:256 sliding_window:4096
+WWWWWF | gemma3 gemma3_text | sliding_window head_dim \
+    | sliding_window_pattern num_attention_heads:8 num_key_value_heads:4 head_dim:256
+CCCF | llama4_text | attention_chunk_size head_dim | no_rope_layers no_rope_layer_interval
+/F- | qwen3_5_moe_text qwen3_5_text qwen3_next | head_dim | full_attention_interval
+/F- | granitemoehybrid minimax olmo_hybrid
+/F- | minimax_m1 minimax_text_01 | | attn_type_list
+/F- | jamba | | attn_layer_period attn_layer_offset layers_block_type
 /F- | bamba | | attn_layer_indices layers_block_type
-/F- | granitemoehybrid
 /F- | lfm2 lfm2_moe | | full_attn_idxs
-/F- | nemotron_h | head_dim=128 | hybrid_override_pattern layers_block_type
-/F- | kimi_linear | | linear_attn_config full_attn_layers kv_lora_rank
------F | bailing_hybrid | | layer_group_size kv_lora_rank
-F | axk1 glm4_moe_lite minicpm3 mistral4 youtu | | kv_lora_rank
-F | deepseek_v2 deepseek_v3 deepseek_vl_v2 kimi_k2 | kv_lora_rank=512 qk_rope_head_dim=64 \
-    | kv_lora_rank
-F | longcat_flash | caches_a_layer=2 \
-    | kv_lora_rank attention_method mla_scale_q_lora zero_expert_num
-/FI | minimax_m3 minimax_m3_text minimax_m3_vl | head_dim=128 \
-    | sparse_attention_config sparse_attention_freq
-W/F- | (none) | kv_heads=0 | full_attention_interval kv_lora_rank
+/F- | nemotron_h | head_dim | attention_head_dim hybrid_override_pattern layers_block_type
+/FI | minimax_m3 minimax_m3_text minimax_m3_vl minimax_m3_vl_text \
+    | head_dim | sparse_attention_config sparse_attention_freq sparse_index_dim
+F | axk1 deepseek_v3 glm4_moe_lite kimi_k2 minicpm3 mistral4 sarvam_mla youtu | kv_lora_rank
+F | deepseek_v2 deepseek_vl_v2 | kv_lora_rank | use_mla
+F | longcat_flash | kv_lora_rank | num_layers pairs_of_layers
+/F- | kimi_linear | kv_lora_rank | linear_attn_config full_attn_layers
+/F- | bailing_hybrid | kv_lora_rank | layer_group_size
+F | (none) | num_hidden_layers num_key_value_heads | n_layer n_layers num_layers n_head n_heads \
+    n_embd n_embed d_model kv_channels num_kv_heads n_head_kv n_kv_heads num_multi_query_heads
 """
 
-
-# Families that publish no model_type, by their architectures.
-UNTYPED = {
+UNTYPED = {  # families that publish no model_type, by their architectures
     "['LongcatFlashForCausalLM']": "longcat_flash",
     "['LongcatFlashNgramForCausalLM']": "longcat_flash",
 }
 
+
+def words(value: Any, i: int) -> str:
+    """A word for each layer."""
+    return KINDS[value[i]]
+
+
+def places(value: Any, i: int) -> str:
+    """The numbers of the full layers."""
+    return FULL if i in value else NOTHING
+
+
+def every(others: str) -> Callable[[Any, int], str]:
+    """Every n-th layer is full, and the others are of another kind."""
+    return lambda n, i: others if (i + 1) % n else FULL
+
+
+# What chooses the layers: from its value and the number of a layer to what that layer keeps.
+CHOOSING: dict[str, Callable[[Any, int], str]] = {
+    "layer_types": words, "layers_block_type": words, "hybrid_override_pattern": words,
+    "full_attention_interval": every(NOTHING), "layer_group_size": every(NOTHING),
+    "sliding_window_pattern": every(WINDOW), "global_attn_every_n_layers": every(WINDOW),
+    "no_rope_layer_interval": every(CHUNK),
+    "max_window_layers": lambda n, i: WINDOW if i >= n else FULL,
+    "cla_share_factor": lambda n, i: NOTHING if i % n else FULL,
+    "attn_layer_period": lambda n, i: NOTHING if i % n else FULL,  # counted from an offset
+    "attn_type_list": lambda marks, i: {0: NOTHING, 1: FULL}[marks[i]],
+    "no_rope_layers": lambda marks, i: {0: FULL, 1: CHUNK}[marks[i]],
+    "sparse_attention_freq": lambda marks, i: {0: FULL, 1: INDEXED}[marks[i]],
+    "full_attn_idxs": places, "attn_layer_indices": places,
+    "full_attn_layers": lambda value, i: places(value, i + 1),
+}  # fmt: skip
+PLACES = ("full_attn_idxs", "attn_layer_indices", "full_attn_layers")
+# These tell of another architecture than the model_type, unless its class reads them.
+TELLTALES = """
+    add_cross_attention attention_chunk_size attention_other_setting attn_layer_indices
+    attn_layer_period attn_type_list block_configs cross_attention_layers full_attention_interval
+    full_attn_idxs full_attn_layers global_attn_every_n_layers global_head_dim
+    hybrid_override_pattern index_topk is_encoder_decoder kv_lora_rank layer_group_size
+    layers_block_type linear_attn_config num_global_key_value_heads num_key_value_heads_per_layer
+    num_kv_shared_layers sparse_attention_config swa_head_dim swa_num_key_value_heads
+    type_vocab_size use_bidirectional_attention use_cla
+"""
+
 Config = Mapping[str, Any]
+SILENT = re.compile("(.+)([=:])(.+)")
 
 
 class Family(NamedTuple):
     """A row of the table."""
 
     layers: str
-    others: str
-    silent: dict[str, Any]
+    must_say: list[str]
     reads: list[str]
+    silent: list[tuple[Any, ...]]
 
 
 def families() -> dict[str, Family]:
     """The rows of the table by model_type."""
     found = {}
     for row in TABLE.strip().splitlines():
-        (layers,), names, silent, reads, *_ = (cell.split() for cell in f"{row} | |".split("|"))
-        pattern, _, others = layers.partition("/")
-        filled = {what: json.loads(value) for what, value in (pair.split("=") for pair in silent)}
-        found.update(dict.fromkeys(names, Family(pattern, others, filled, reads)))
+        (layers,), names, must_say, others, *_ = (cell.split() for cell in f"{row}||".split("|"))
+        silent = [match.groups() for match in map(SILENT.fullmatch, others) if match]
+        reads = [*must_say, *others, *(name for name, _, _ in silent)]
+        found.update(dict.fromkeys(names, Family(layers, must_say, reads, silent)))
     return found
 
 
 FAMILIES = families()
 
 
-def setting(config: Config, what: str) -> tuple[str, Any]:
-    """The name under which a config gives a setting, and its value (None: it does not)."""
-    names = SPELLINGS.get(what, (what,))
-    name, *others = [name for name in names if config.get(name) is not None] or names[:1]
-    for other in others:
-        if config[other] != config[name]:
-            raise ValueError(
-                f"{name} = {shown(config[name])} contradicts {other} = {shown(config[other])}"
-            )
-    return name, config.get(name)
-
-
-def dimension(config: Config, what: str, least: int = 1) -> int:
-    """A number of layers, heads, values or tokens, which the config or its class must give."""
-    name, value = setting(config, what)
-    if value is None:
+def dimension(config: Config, name: str, least: int = 1) -> int:
+    """A number of layers, heads, values or tokens, which the config must give."""
+    if name not in config:
         raise ValueError(f"config lacks {name}")
-    return whole(name, value, least, most=10**7)
+    return whole(name, config[name], least, most=10_000 if name == "num_hidden_layers" else 10**7)
 
 
 def flag(config: Config, name: str) -> bool:
     """A setting that is true or not."""
-    value = config.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {shown(value)}")
-    return bool(value)
-
-
-# The settings that choose the layers: a number n, after which layer i keeps
-BY_NUMBER: dict[str, Callable[[int, int], str]] = {
-    "full_attention_interval": lambda n, i: NOTHING if (i + 1) % n else FULL,
-    "layer_group_size": lambda n, i: NOTHING if (i + 1) % n else FULL,
-    "sliding_window_pattern": lambda n, i: WINDOW if (i + 1) % n else FULL,
-    "global_attn_every_n_layers": lambda n, i: WINDOW if (i + 1) % n else FULL,
-    "no_rope_layer_interval": lambda n, i: CHUNK if (i + 1) % n else FULL,
-    "max_window_layers": lambda n, i: FULL if i < n else WINDOW,
-    "cla_share_factor": lambda n, i: NOTHING if i % n else FULL,
-    "attn_layer_period": lambda n, i: NOTHING if i % n else FULL,  # counted from an offset
-}
-# or a word for each layer, a 1 for those of a kind, the numbers of the full ones (from 0 or 1).
-BY_WORD = ("layer_types", "layers_block_type", "hybrid_override_pattern", "attn_type_list")
-BY_MARK = {"no_rope_layers": CHUNK, "sparse_attention_freq": INDEXED}
-BY_PLACE = {"full_attn_idxs": 0, "attn_layer_indices": 0, "full_attn_layers": 1}
-CHOOSING = {*BY_NUMBER, *BY_WORD, *BY_MARK, *BY_PLACE}
-# Every class may say these; what else chooses layers, or is listed here, tells of another class,
-# unless its row has it.
-WINDOWED = ("sliding_window_pattern", "max_window_layers")
-HARMLESS = {*WINDOWED, "layer_types", "no_rope_layers", "no_rope_layer_interval"}
-TELLTALES = """
-    add_cross_attention attention_chunk_size attention_method attention_other_setting
-    attention_types block_configs mla_scale_q_lora rswa_window type_vocab_size zero_expert_num
-    block_types cross_attention_layers global_attn_idx global_head_dim hybrid_layer_ids index_topk
-    interleaved_sliding_window is_encoder_decoder kv_lora_rank kv_reuse_group linear_attn_config
-    mamba_step mb_per_layer num_global_key_value_heads num_key_value_heads_per_layer
-    num_kv_shared_layers per_layer_config sparse_attention_config swa_head_dim
-    swa_num_key_value_heads use_bidirectional_attention use_cla window_sizes
-"""
+    return config.get(name) is not None and truth(name, config[name])
 
 
 def decoder_of(config: Config) -> tuple[str, dict[str, Any]]:
     """The part of a config that is about the decoder, after where it stands ("": outside)."""
     where, part = "", dict(config)
-    while not flag(part, "is_encoder_decoder") and where.count(".") < 9:
+    while where.count(".") < 9:
         name = next((name for name in DECODERS if part.get(name) is not None), "")
-        if not name:
+        if not name or flag(part, "is_encoder_decoder"):
             return where, part
-        if not isinstance(part[name], Mapping):
-            raise TypeError(f"{name} must be a dict, not {shown(part[name])}")
-        outer, part, where = part, dict(part[name]), f"{where}.{name}".lstrip(".")
-        part.setdefault("model_type", outer.get("model_type"))
-        if setting(part, "dtype")[1] is None:
-            part["torch_dtype"] = setting(outer, "dtype")[1]
-    what = "is_encoder_decoder" if part.get("is_encoder_decoder") else where
-    raise ValueError(f"config has {what}: its architecture is not supported; {WAY_OUT}")
+        inner = mapping(name, part[name])
+        where, part = f"{where}.{name}".lstrip("."), {"model_type": part.get("model_type"), **inner}
+    raise ValueError(f"config has {where}: its architecture is not supported")
 
 
 def family_of(config: Config) -> Family:
@@ -3037,179 +3052,193 @@ def family_of(config: Config) -> Family:
     if kind is None:
         kind = UNTYPED.get(str(config.get("architectures")), "(none)")
     if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"model_type {shown(kind)} is not one of those known here; {WAY_OUT}")
-    row = FAMILIES[kind]
-    for name in sorted({*CHOOSING, *TELLTALES.split()} - {*HARMLESS, *row.reads}):
-        unused = name == "kv_lora_rank" and config.get("use_mla") is False
-        if config.get(name) and not unused:
+        raise ValueError(f"model_type {shown(kind)} is not one of those known here; {OTHERWISE}")
+    for name in TELLTALES.split():
+        if config.get(name) and name not in FAMILIES[kind].reads:
             value = shown(config[name])
-            raise ValueError(
-                f"config has {name}: its architecture is not supported (it is {value}); {WAY_OUT}"
-            )
-    return row
+            raise ValueError(f"config has {name} = {value}, unlike its model_type; {OTHERWISE}")
+    return FAMILIES[kind]
 
 
-def filled(config: Config, row: Family) -> dict[str, Any]:
-    """A config with what holds where it is silent, and with the settings of its groups."""
-    full = dict(config)
-    for group in {*GROUPS}.intersection(row.reads):
-        if isinstance(config.get(group), Mapping):
-            full = {**config[group], **full}
-    for what, value in row.silent.items():
-        names = SPELLINGS.get(what, (what,))
-        if what in ("kv_heads", "window", "attention_chunk_size", "kv_lora_rank"):  # null counts
-            given = any(name in full for name in names)
-        else:
-            given = any(full.get(name) is not None for name in names)
-        if not given:
-            full[names[0]] = None if what == "kv_heads" and value == 0 else value
-    if "hybrid_override_pattern" in row.reads and setting(full, "layers")[1] is None:
-        listed = next((full[name] for name in BY_WORD if full.get(name)), None)
-        if isinstance(listed, (list, str)):  # Nemotron's newest name their layers and no number
-            full["num_hidden_layers"] = len(listed)
-    return full
+def renamed(config: Config, row: Family) -> dict[str, Any]:
+    """What the class reads of some settings, under their usual names."""
+    settings = {name: value for name, value in config.items() if f"-{name}" not in row.reads}
+    for name in [name for name in row.reads if name in ALIASES and name in settings]:
+        value, usual = settings[name], ALIASES[name]
+        other = settings.get(usual)
+        if None not in (value, other) and value != other:
+            raise ValueError(f"{name} = {shown(value)} contradicts {usual} = {shown(other)}")
+        settings[usual] = value if other is None else other
+    return settings
+
+
+def read(config: Config, row: Family, nested: bool) -> dict[str, Any]:
+    """The settings of a config as its class has them."""
+    settings = dict(config)
+    for group in [group for group in GROUPS if group in row.reads and config.get(group)]:
+        inner = mapping(group, config[group])
+        settings = {**{name: inner[name] for name in row.reads if name in inner}, **settings}
+    if "pairs_of_layers" in row.reads and "num_layers" in settings:  # LongCat: two attentions each
+        settings["num_layers"] = 2 * dimension(settings, "num_layers")
+    settings = renamed(settings, row)
+    for name, sign, value in row.silent:
+        if sign == "=" or nested:
+            settings.setdefault(name, json.loads(value))
+    for name in row.must_say:
+        if name not in settings:
+            raise ValueError(f"config lacks {name}")
+    return settings
 
 
 def told_by(config: Config, name: str, layers: int) -> str:
     """What each layer keeps, by one setting."""
-    value = config[name]
-    if name == "sliding_window_pattern" and isinstance(value, str) and value:
-        value = (value * layers)[:layers]  # LLLG, as EXAONE has it
-    elif name in BY_NUMBER:
-        n = dimension(config, name, least=int(name != "max_window_layers"))
-        if name == "cla_share_factor" and not flag(config, "use_cla"):
-            n = 1
-        if name == "layer_group_size" and layers % n:  # engines disagree about the rest
-            raise ValueError(f"{name} = {n} does not divide the {layers} layers")
-        first = dimension(config, "attn_layer_offset", 0) if name == "attn_layer_period" else 0
-        return "".join(BY_NUMBER[name](n, i - first) for i in range(layers))
-    elif name in BY_PLACE and isinstance(value, list):
-        full = {whole(f"a layer in {name}", i, 0, layers) - BY_PLACE[name] for i in value}
-        return "".join(FULL if i in full else NOTHING for i in range(layers))
-    extra = config.get("num_nextn_predict_layers") or 0  # layers for speculative decoding
-    whole("num_nextn_predict_layers", extra)
-    if not isinstance(value, (list, str)) or len(value) - layers not in (0, extra):
-        raise ValueError(f"{name} must list {layers} layers, not {shown(value)}")
-    kinds: dict[Any, str] = {1: BY_MARK[name], 0: FULL} if name in BY_MARK else KINDS
-    for kind in value:
-        if not isinstance(kind, (str, int)) or isinstance(kind, bool) or kind not in kinds:
-            raise ValueError(f"{name} has {shown(kind)}, which is not supported")
-    return "".join(kinds[kind] for kind in value[:layers])
+    value, choose, first, fits = config[name], CHOOSING[name], 0, True
+    if name == "sliding_window_pattern" and isinstance(value, str):  # LLLG, as EXAONE has it
+        value, choose = (value * layers)[:layers], words
+    elif not isinstance(value, (list, str)):
+        value = dimension(config, name, least=int(name != "max_window_layers"))
+        fits = name != "layer_group_size" or layers % value == 0  # engines differ on the rest
+    if name == "attn_layer_period":
+        first = dimension(config, "attn_layer_offset", 0)
+    try:
+        kept = "".join(choose(value, i - first) for i in range(layers))
+    except (IndexError, KeyError, TypeError):
+        fits = False
+    else:
+        if name in PLACES:
+            fits = kept.count(FULL) == len(value)
+        elif isinstance(value, (list, str)):  # of all layers, or of those too that draft
+            fits = len(value) - layers in (0, config.get("num_nextn_predict_layers") or 0)
+    if not fits:
+        raise ValueError(f"{name} = {shown(value)} does not tell what {layers} layers keep")
+    return kept
 
 
 def layers_of(config: Config, row: Family) -> str:
     """What each layer keeps. Configs say so in several ways, which must not disagree."""
-    layers = dimension(config, "layers")
-    window, size = setting(config, "window")
-    patterned = config.get("sliding_window_pattern") is not None and window not in config
-    slides = size is not None or patterned  # a window of null is none, whatever the pattern
-    if config.get("use_sliding_window") is not None:
-        slides = flag(config, "use_sliding_window")
-    if slides and WINDOW not in row.layers + row.others:
-        raise ValueError(f"{window} = {shown(size)} is not supported for its model_type")
-    ways = [*(WINDOWED if slides else ()), *row.reads]
+    listed = config.get("hybrid_override_pattern") or config.get("layers_block_type")
+    if "hybrid_override_pattern" in row.reads and isinstance(listed, (list, str)):
+        config = {"num_hidden_layers": len(listed), **config}  # Nemotron may list its layers only
+    layers = dimension(config, "num_hidden_layers")
+    if "pairs_of_layers" in row.reads and layers % 2:
+        raise ValueError(f"num_hidden_layers = {layers} must be even, two for each of num_layers")
+    pattern = row.layers.split("/")[0]
+    slides = config.get("sliding_window") is not None
+    if "use_sliding_window" in row.reads:
+        slides = slides and flag(config, "use_sliding_window")
+    if slides and WINDOW not in row.layers:
+        window = shown(config["sliding_window"])
+        raise ValueError(f"sliding_window = {window} is not supported for its model_type")
+    moot = set() if slides else {"sliding_window_pattern", "max_window_layers"}
+    if not flag(config, "use_cla"):
+        moot.add("cla_share_factor")
+    elif "use_cla" in row.reads:
+        dimension(config, "cla_share_factor")
+    ways = [name for name in CHOOSING if name in {"layer_types", *row.reads} - moot]
     told = {
-        name: told_by(config, name, layers)
-        for name in ("layer_types", *ways)
-        if name in CHOOSING and config.get(name) not in (None, [])
+        name: told_by(config, name, layers) for name in ways if config.get(name) not in (None, [])
     }
-    if not told and not row.layers:
-        raise ValueError(f"config lacks {(*row.reads, 'layer_types')[0]}")
-    first = next(iter(told), "")
-    for name, kept in told.items():
-        if kept != told[first]:
-            raise ValueError(f"{name} contradicts {first}")
+    if not slides and set(row.layers) <= {FULL, WINDOW, "/"}:
+        pattern = FULL
+    if not told and not pattern:
+        raise ValueError(f"config lacks {ways[-1]}")
+    kept = next(iter(told.values()), (pattern * layers)[:layers])
+    for name, other in told.items():
+        if other != kept:
+            raise ValueError(f"{name} contradicts {next(iter(told))}")
         if WINDOW in kept and not slides:
-            raise ValueError(f"{name} has sliding layers, but {window} is absent or not in use")
-        if not set(kept) <= {FULL, *row.layers, *row.others}:
+            raise ValueError(f"{name} has sliding layers, but sliding_window is absent or not used")
+        if not {FULL, *row.layers}.issuperset(kept):
             raise ValueError(f"{name} has layers of a kind that its model_type does not have")
-    kept = told[first] if told else (row.layers * layers)[:layers]
-    if "global_head_dim" in row.reads:  # Gemma 4
+    if "global_head_dim" in row.reads:  # Gemma 4, whose class mends what the file says
         masked = config.get("use_bidirectional_attention")
         if masked not in (None, False, "vision") or kept[-1] != FULL:
+            masked = shown(masked)
             raise ValueError(
-                f"use_bidirectional_attention = {shown(masked)} or a last layer with a window is"
-                f" not supported; {WAY_OUT}"
+                f"use_bidirectional_attention = {masked} or a last layer with a window is not"
+                " supported"
             )
-    if config.get("num_kv_shared_layers"):  # the last ones read the KV of others
-        kept = kept[: -whole("num_kv_shared_layers", config["num_kv_shared_layers"], 1, layers - 1)]
-    return kept if slides else kept.replace(WINDOW, FULL)
+    shared = whole("num_kv_shared_layers", config.get("num_kv_shared_layers") or 0, 0, layers - 1)
+    return kept[: layers - shared]  # the last ones read the KV of others
 
 
-def kv_heads_of(config: Config, heads: int) -> int:
+def exceptions(config: Config, row: Family, layers: str) -> dict[int, dict[str, Any]]:
+    """The settings that single layers have of their own, by layer."""
+    if config.get("per_layer_config") is not None:  # as transformers 5.15 and later save it
+        own = {}
+        for place, settings in mapping("per_layer_config", config["per_layer_config"]).items():
+            odd = [name for name in mapping("per_layer_config", settings) if name not in SHAPE]
+            if odd:
+                raise ValueError(f"per_layer_config has {shown(odd[0])}, which is not supported")
+            i = int(place) if isinstance(place, str) and place.isdecimal() else place
+            most = dimension(config, "num_hidden_layers") - 1
+            own[whole("a layer in per_layer_config", i, 0, most)] = dict(settings)
+        return own
+    kind, shape = WINDOW, config.get("attention_other_setting")  # Step
+    if "global_head_dim" in row.reads:  # Gemma 4
+        kind, shape = FULL, {"head_dim": dimension(config, "global_head_dim")}
+        if flag(config, "attention_k_eq_v"):
+            shape["num_key_value_heads"] = config.get("num_global_key_value_heads")
+    if shape is None:
+        return {}
+    shape = renamed(mapping("attention_other_setting", shape), row)
+    shape = {name: shape[name] for name in SHAPE if shape.get(name) is not None}
+    return {i: shape for i, keeps in enumerate(layers) if keeps == kind}
+
+
+MULTI_QUERY = {  # what says that all query heads share one KV head
+    "multi_query": True, "multi_query_attention": True, "attention_head_type": "multiquery",
+    "attn_type": "multiquery_attention",
+}  # fmt: skip
+
+
+def kv_heads_of(config: Config, row: Family, heads: int) -> int:
     """How many KV heads serve the query heads: as many (MHA), fewer (GQA) or one (MQA)."""
-    name, value = setting(config, "kv_heads")
-    if value is None and not any(name in config for name in SPELLINGS["kv_heads"]):
-        raise ValueError(f"config lacks {name}")
-    if flag(config, "multi_query_attention"):  # as ChatGLM says
-        name, value = "multi_query_group_num", config.get("multi_query_group_num", value)
-        if value is None:
-            raise ValueError(f"config lacks {name}")
-    kv_heads = heads if value is None else whole(name, value, 1, 10**7)
-    single = flag(config, "multi_query") and not flag(config, "new_decoder_architecture")
-    told = (config.get("attention_head_type"), config.get("attn_type"))  # SantaCoder, MPT
-    if single or "multiquery" in told or "multiquery_attention" in told:
-        if kv_heads not in (1, heads):  # Falcon 7B gives all its heads here, and has one
-            raise ValueError(f"{name} = {kv_heads} contradicts multi_query")
-        return 1
+    stated = config.get("num_key_value_heads", 0) is not None
+    single = any(
+        flag(config, name) if word is True else config.get(name) == word
+        for name, word in MULTI_QUERY.items()
+        if name in row.reads
+    )
+    if "new_decoder_architecture" in row.reads:  # Falcon 7B states all its heads, and has one
+        single = single and not flag(config, "new_decoder_architecture")
+        stated = stated and not single
+    if "multi_query_group_num" in row.reads:  # ChatGLM
+        stated = stated and single
+    kv_heads = dimension(config, "num_key_value_heads") if stated else 1 if single else heads
     if heads % kv_heads:
-        raise ValueError(f"{name} = {kv_heads} does not divide the {heads} query heads")
+        raise ValueError(f"num_key_value_heads = {kv_heads} does not divide the {heads} heads")
     return kv_heads
 
 
-def head_dim_of(config: Config, heads: int) -> int:
-    """Values in a head: what the config says, and hidden size / query heads only if it does not."""
-    if setting(config, "head_dim")[1] is not None:
-        return dimension(config, "head_dim")
-    hidden = dimension(config, "hidden")
-    if hidden % heads:
-        message = f"hidden_size = {hidden} is no multiple of {heads} query heads"
-        raise ValueError(f"config lacks head_dim, and {message}")
-    return hidden // heads
-
-
-def values_of(config: Config, row: Family, kind: str, tp: int) -> int:
+def values_of(config: Config, row: Family, index: bool, tp: int) -> int:
     """Values of KV that a layer keeps of a token, on each of `tp` GPUs."""
-    if kind == NOTHING:
-        return 0
-    unused = row is FAMILIES["(none)"] and config.get("kv_lora_rank") is None
-    if row is FAMILIES["(none)"] and not unused and config.get("num_hidden_layers") is None:
-        raise ValueError("config lacks model_type: with num_layers, a layer may keep two latents")
-    if "kv_lora_rank" in row.reads and config.get("use_mla") is not False and not unused:
-        latent = dimension(config, "kv_lora_rank") + dimension(config, "qk_rope_head_dim")
-        return latent * int(row.silent.get("caches_a_layer", 1))
-    heads = dimension(config, "heads")
-    kv_heads, head_dim = kv_heads_of(config, heads), head_dim_of(config, heads)
-    if kind == FULL and "global_head_dim" in row.reads:  # Gemma 4's global layers
-        head_dim = dimension(config, "global_head_dim")
-        if flag(config, "attention_k_eq_v") and config.get("num_global_key_value_heads"):
-            kv_heads = dimension(config, "num_global_key_value_heads")
-    other = config.get("attention_other_setting")  # of Step's layers with a window
-    if isinstance(other, Mapping) and setting(other, "kv_heads")[1] not in (None, kv_heads):
-        raise ValueError("attention_other_setting has another number of KV heads")
-    if isinstance(other, Mapping) and setting(other, "head_dim")[1] not in (None, head_dim):
-        raise ValueError("attention_other_setting has another head_dim")
+    latent = "kv_lora_rank" in row.reads
+    if "use_mla" in row.reads and config.get("use_mla") is False:
+        latent = False
+        if config["kv_lora_rank"]:
+            raise ValueError("use_mla = False contradicts kv_lora_rank")
+    heads = dimension(config, "num_attention_heads") if tp > 1 or not latent else tp
+    if heads % tp:
+        raise ValueError(f"tp = {tp} does not divide the {heads} query heads")
+    if latent:
+        return dimension(config, "kv_lora_rank") + dimension(config, "qk_rope_head_dim")
+    kv_heads = kv_heads_of(config, row, heads)
+    if config.get("head_dim") is not None:
+        head_dim = dimension(config, "head_dim")
+    else:
+        hidden = dimension(config, "hidden_size")
+        head_dim = hidden // heads
+        if hidden % heads:
+            raise ValueError(
+                f"config lacks head_dim, and hidden_size = {hidden} is no multiple of {heads} heads"
+            )
     if config.get("v_head_dim") not in (None, 0, head_dim):
         raise ValueError(f"v_head_dim = {shown(config['v_head_dim'])} is not the {head_dim} of K")
     if kv_heads % tp and tp % kv_heads:
         raise ValueError(f"tp = {tp} neither divides the {kv_heads} KV heads nor is a multiple")
-    index = dimension(config, "sparse_index_dim") if kind == INDEXED else 0
-    return 2 * max(1, kv_heads // tp) * head_dim + index
-
-
-def value_bytes(config: Config) -> int:
-    """Bytes of one value, from the dtype that a config names: bfloat16, float8_e4m3fn, ...
-
-    Engines run float32 models, and those that name no dtype, in 16 bits.
-    """
-    name, dtype = setting(config, "dtype")
-    if dtype in (None, "auto"):
-        return 2
-    text = dtype if isinstance(dtype, str) else ""
-    bits = re.fullmatch(r"(torch\.)?b?f(loat|p)?(8(?=\Z|_)|16\Z|32\Z|64\Z)(_\w+)?", text)
-    if not bits:
-        raise ValueError(f"{name} = {shown(dtype)} is not supported; dtype_bytes stands in for it")
-    return {"8": 1, "64": 8}.get(bits[3], 2)
+    values = 2 * max(1, kv_heads // tp) * head_dim
+    return values + dimension(config, "index_head_dim") if index else values
 
 
 def kv_bytes(config: Config, tokens: int = 1, dtype_bytes: float | None = None, tp: int = 1) -> int:
@@ -3217,9 +3246,10 @@ def kv_bytes(config: Config, tokens: int = 1, dtype_bytes: float | None = None, 
 
     `config` is the file read as a dict; where it nests the decoder (`text_config`, `llm_config`,
     `language_config`, `thinker_config`), that counts. A value takes `dtype_bytes` bytes (fp8: 1;
-    llama.cpp's q8_0: 1.0625; int4: 0.5), or as many as the config's dtype, 2 if that is float32 or
-    not named. The total is rounded up to whole bytes. With `tp` it is the bytes on each GPU: KV
-    heads are split, and repeated where there are more GPUs than heads; a latent is whole on each.
+    llama.cpp's q8_0: 1.0625; int4: 0.5), and 2 if that is not given, as in engines, whatever the
+    width of the weights. The total is rounded up to whole bytes. With `tp` it is the bytes on each
+    GPU: KV heads are split, and repeated where there are more GPUs than heads; a latent is whole
+    on each.
 
     - Full attention: 2 x KV heads x head_dim values a layer and token (MHA, GQA and MQA).
     - Multi-head latent attention: kv_lora_rank + qk_rope_head_dim values a layer and token, once
@@ -3228,24 +3258,27 @@ def kv_bytes(config: Config, tokens: int = 1, dtype_bytes: float | None = None, 
       more), linear-attention and state-space layers no KV; their state is not counted.
 
     A config that lacks a setting, contradicts itself or is of an architecture not known here raises
-    ValueError or TypeError, and names the setting.
+    ValueError or TypeError, and names the setting. One without a model_type must state its layers,
+    heads, KV heads and hidden_size or head_dim, and is read as full attention.
 
-    >>> config = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    ...     "hidden_size": 4096, "torch_dtype": "bfloat16"}
+    >>> config = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
+    ...     "num_key_value_heads": 8, "hidden_size": 4096}
     >>> kv_bytes(config), kv_bytes(config, tokens=1000, dtype_bytes=1), kv_bytes(config, tp=4)
     (131072, 65536000, 32768)
     """
     where, part = decoder_of(config)
     try:
         row = family_of(part)
-        part = filled(part, row)
+        part = read(part, row, nested=bool(where))
         layers = layers_of(part, row)
+        own = exceptions(part, row, layers)
         values = 0
-        for kind in sorted(set(layers)):
-            most = {WINDOW: "window", CHUNK: "attention_chunk_size"}.get(kind)
-            held = min(tokens, dimension(part, most)) if most else tokens
-            values += layers.count(kind) * values_of(part, row, kind, tp) * held
-        return math.ceil(values * (value_bytes(part) if dtype_bytes is None else dtype_bytes))
+        for i, kind in enumerate(layers):
+            if kind != NOTHING:
+                most = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(kind)
+                held = min(tokens, dimension(part, most)) if most else tokens
+                values += values_of({**part, **own.get(i, {})}, row, kind == INDEXED, tp) * held
+        return math.ceil(values * (2 if dtype_bytes is None else dtype_bytes))
     except (TypeError, ValueError) as error:
         raise type(error)(f"in {where}: {error}" if where else str(error)) from None
 

@@ -907,398 +907,399 @@ class RangesOverSeeds(unittest.TestCase):
 
 
 K = 1024
-FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-
-
-def shape(layers, heads, kv_heads, hidden, **more):
-    """A config as most families write it."""
-    config = {
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
-        "hidden_size": hidden, "torch_dtype": "bfloat16", **more,
-    }  # fmt: skip
-    return {name: value for name, value in config.items() if value is not None or name in more}
-
-
-def config_of(model_type, *dims, **more):
-    """The same with a model_type, and nothing else if no dimensions are given."""
-    return {**(shape(*dims) if dims else {}), "model_type": model_type, **more}
-
-
-def per_layer(kv_heads, head_dim):
-    """Bytes of a layer and token in 16 bits."""
-    return 2 * kv_heads * head_dim * 2
-
-
-LLAMA_8B = config_of("llama", 32, 32, 8, 4096)
-DEEPSEEK_V3 = config_of(
-    "deepseek_v3", 61, 128, 128, 7168, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128
-)
-QWEN_7B = config_of(
-    "qwen2", 28, 28, 4, 3584, use_sliding_window=False, sliding_window=131_072, max_window_layers=28
-)
-GPT_OSS = config_of(
-    "gpt_oss", 24, 64, 8, 2880, head_dim=64, sliding_window=128, layer_types=[SLIDING, FULL] * 12
-)
-FALCON_7B = {
-    "model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
-    "multi_query": True,
-}  # fmt: skip
-NEMOTRON = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 T = 131_072
-
-# model: (config, bytes of the first token, bytes of T tokens)
-PUBLISHED = {
-    "Llama-3.1 8B": (LLAMA_8B, 128 * K, 128 * K * T),
-    "Llama-3.1 405B": (config_of("llama", 126, 128, 8, 16_384), 516_096, 516_096 * T),
-    "Llama-2 7B, no KV heads": (config_of("llama", 32, 32, None, 4096), 512 * K, 512 * K * T),
-    "LLaVA 1.5 7B": (
-        {"model_type": "llava", "text_config": config_of("llama", torch_dtype="float16")},
-        512 * K, 512 * K * T,
-    ),
-    "Mistral 7B v0.1": (config_of("mistral", 32, 32, 8, 4096), 128 * K, 128 * K * 4096),
-    "Mistral 7B v0.3": (
-        config_of("mistral", 32, 32, 8, 4096, sliding_window=None), 128 * K, 128 * K * T
-    ),
-    "Mixtral 8x7B": (config_of("mixtral", 32, 32, 8, 4096), 128 * K, 128 * K * T),
-    "Pixtral 12B": (
-        {
-            "model_type": "llava", "torch_dtype": "bfloat16",
-            "text_config": config_of(
-                "mistral", hidden_size=5120, head_dim=128, num_hidden_layers=40, sliding_window=None
-            ),
-        },
-        160 * K, 160 * K * T,
-    ),
-    "Qwen 7B": (
-        {"model_type": "qwen", "num_hidden_layers": 32, "num_attention_heads": 32,
-         "hidden_size": 4096, "kv_channels": 128}, 512 * K, 512 * K * T,
-    ),
-    "Qwen2.5 7B": (QWEN_7B, 57_344, 57_344 * T),
-    "Qwen3 235B": (config_of("qwen3_moe", 94, 64, 4, 4096, head_dim=128), 192_512, 192_512 * T),
-    "Qwen3-Next 80B": (
-        config_of("qwen3_next", 48, 16, 2, 2048, head_dim=256), 24_576, 24_576 * T
-    ),
-    "Qwen3.5 35B": (
-        {
-            "model_type": "qwen3_5_moe",
-            "text_config": config_of("qwen3_5_moe_text", 40, 16, 2, 2048),
-        },
-        20_480, 20_480 * T,
-    ),
-    "DeepSeek-V3": (DEEPSEEK_V3, 70_272, 70_272 * T),
-    "Kimi-K2.5": (
-        {"model_type": "kimi_k25", "text_config": {**DEEPSEEK_V3, "model_type": "kimi_k2"}},
-        70_272, 70_272 * T,
-    ),
-    "Kimi-Linear 48B": (
-        config_of("kimi_linear", 27, 32, 32, 2304, kv_lora_rank=512, qk_rope_head_dim=64,
-              linear_attn_config={"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]}),
-        8064, 8064 * T,
-    ),
-    "GLM-4 9B": (
-        {"model_type": "chatglm", "num_layers": 40, "num_attention_heads": 32, "hidden_size": 4096,
-         "kv_channels": 128, "multi_query_attention": True, "multi_query_group_num": 2,
-         "torch_dtype": "bfloat16"},
-        40 * K, 40 * K * T,
-    ),
-    "Falcon 7B": (FALCON_7B, 32 * per_layer(1, 64), 32 * per_layer(1, 64) * T),
-    "Falcon 7B, all its heads": (
-        {**FALCON_7B, "num_kv_heads": 71}, 32 * per_layer(1, 64), 32 * per_layer(1, 64) * T
-    ),
-    "Falcon 40B": (
-        config_of("falcon", 60, 128, 8, 8192, multi_query=True, new_decoder_architecture=True),
-        60 * per_layer(8, 64), 60 * per_layer(8, 64) * T,
-    ),
-    "SantaCoder": (
-        {"model_type": "gpt2", "n_embd": 2048, "n_head": 16, "n_layer": 24, "torch_dtype":
-         "float32", "attention_head_type": "multiquery"}, 12_288, 12_288 * T,
-    ),
-    "Gemma 3 27B": (
-        {
-            "model_type": "gemma3", "torch_dtype": "bfloat16",
-            "text_config": config_of("gemma3_text", 62, 32, 16, 5376, head_dim=128,
-                                 sliding_window=1024),
-        },
-        62 * per_layer(16, 128), (10 * T + 52 * 1024) * per_layer(16, 128),
-    ),
-    "Gemma 3 4B, silent": (
-        {
-            "model_type": "gemma3",
-            "text_config": {"hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024},
-        },
-        34 * per_layer(4, 256), (5 * T + 29 * 1024) * per_layer(4, 256),
-    ),
-    "Gemma 3n E4B": (
-        {"model_type": "gemma3n", "text_config": config_of("gemma3n_text", 35, 8, 2, 2048)},
-        20 * per_layer(2, 256), (4 * T + 16 * 512) * per_layer(2, 256),
-    ),
-    "Gemma 4 26B": (
-        {
-            "model_type": "gemma4",
-            "text_config": config_of(
-                "gemma4_text", 30, 16, 8, 2816, head_dim=256, global_head_dim=512,
-                attention_k_eq_v=True, num_global_key_value_heads=2, sliding_window=1024,
-                num_kv_shared_layers=0,
-            ),
-        },
-        25 * per_layer(8, 256) + 5 * per_layer(2, 512),
-        25 * per_layer(8, 256) * 1024 + 5 * per_layer(2, 512) * T,
-    ),
-    "gpt-oss 20B": (GPT_OSS, 48 * K, (12 * T + 12 * 128) * per_layer(8, 64)),
-    "Command R7B": (
-        config_of("cohere2", 32, 32, 8, 4096, sliding_window=4096, sliding_window_pattern=4),
-        128 * K, (8 * T + 24 * 4096) * 4 * K,
-    ),
-    "EXAONE 4 32B": (
-        config_of("exaone4", 64, 40, 8, 5120, sliding_window=4096, sliding_window_pattern="LLLG"),
-        64 * 4 * K, (16 * T + 48 * 4096) * 4 * K,
-    ),
-    "EXAONE 4 1.2B": (
-        config_of("exaone4", 30, 32, 8, 2048, sliding_window=None, sliding_window_pattern="LLLG"),
-        30 * per_layer(8, 64), 30 * per_layer(8, 64) * T,
-    ),
-    "Llama-4 Scout": (
-        {
-            "model_type": "llama4",
-            "text_config": config_of(
-                "llama4_text", 48, 40, 8, 5120, head_dim=128, no_rope_layers=[]
-            ),
-        },
-        192 * K, (12 * T + 36 * 8192) * 4 * K,
-    ),
-    "MiniMax-M1": (
-        config_of("minimax_m1", 80, 64, 8, 6144, head_dim=128, attn_type_list=([0] * 7 + [1]) * 10,
-              sliding_window=None),
-        40 * K, 40 * K * T,
-    ),
-    "MiniMax-M3": (
-        config_of("minimax_m3", 60, 64, 4, 6144, head_dim=128, sparse_attention_config={
-            "sparse_attention_freq": [0] * 3 + [1] * 57, "sparse_index_dim": 128}),
-        137_472, 137_472 * T,
-    ),
-    "Nemotron-3 Nano": (
-        config_of("nemotron_h", 52, 32, 2, 2688, head_dim=128, hybrid_override_pattern=NEMOTRON),
-        6 * K, 6 * K * T,
-    ),
-    "LFM2 1.2B": (
-        config_of("lfm2", 16, 32, 8, 2048, full_attn_idxs=[2, 5, 8, 10, 12, 14]),
-        12 * K, 12 * K * T,
-    ),
-    "Jamba": (
-        config_of("jamba", 32, 32, 8, 4096, attn_layer_offset=4, attn_layer_period=8),
-        16 * K, 16 * K * T,
-    ),
-    "Granite 4 micro, hybrid": (
-        config_of("granitemoehybrid", 40, 32, 8, 2048,
-              layer_types=(["mamba"] * 9 + ["attention"]) * 4),
-        8 * K, 8 * K * T,
-    ),
-    "Hunyuan-Large": (
-        config_of(
-            "hunyuan", 64, 80, 8, 6400, attention_head_dim=128, use_cla=True, cla_share_factor=2
-        ),
-        128 * K, 128 * K * T,
-    ),
-    "Qwen2.5-Omni 7B": (
-        {"model_type": "qwen2_5_omni", "thinker_config": {
-            "model_type": "qwen2_5_omni_thinker",
-            "text_config": config_of("qwen2_5_omni_text", 28, 28, 4, 3584, sliding_window=32_768)}},
-        57_344, 57_344 * T,
-    ),
-    "InternVL3 1B": (
-        {"model_type": "internvl_chat", "llm_config": config_of("qwen2", 24, 14, 2, 896)},
-        12 * K, 12 * K * T,
-    ),
-    "LongCat-Flash": (
-        {"model_type": "longcat_flash", "num_layers": 28, "kv_lora_rank": 512,
-         "qk_rope_head_dim": 64},
-        28 * 2 * 576 * 2, 28 * 2 * 576 * 2 * T,
-    ),
-    "MiniMax-M2": (
-        config_of("minimax_m2", 62, 48, 8, 3072, head_dim=128, attn_type_list=[1] * 62),
-        62 * 4 * K, 62 * 4 * K * T,
-    ),
-    "DeepSeek-OCR": (
-        {
-            "model_type": "deepseek_vl_v2", "torch_dtype": "bfloat16",
-            "language_config": config_of(
-                "deepseek_v2", 12, 10, 10, 1280, kv_lora_rank=None, qk_rope_head_dim=0,
-                qk_nope_head_dim=0, v_head_dim=0, use_mla=False,
-            ),
-        },
-        12 * per_layer(10, 128), 12 * per_layer(10, 128) * T,
-    ),
-    "Qwen2.5-VL 7B": (
-        config_of("qwen2_5_vl", 28, 28, 4, 3584, sliding_window=32_768, use_sliding_window=False,
-              max_window_layers=28),
-        57_344, 57_344 * T,
-    ),
-    "Phi-3 mini 4k": (
-        config_of("phi3", 32, 32, 32, 3072, sliding_window=2047), 32 * per_layer(32, 96),
-        32 * per_layer(32, 96) * 2047,
-    ),
-    "Step 3.5 Flash": (
-        {"model_type": "step3p5", "num_hidden_layers": 45, "num_attention_heads": 64,
-         "num_attention_groups": 8, "head_dim": 128, "hidden_size": 4096, "sliding_window": 512,
-         "attention_other_setting": {"num_attention_groups": 8}, "num_nextn_predict_layers": 3,
-         "layer_types": ([FULL] + [SLIDING] * 3) * 12},
-        45 * 4 * K, (12 * T + 33 * 512) * 4 * K,
-    ),
-    "keys alone, window": (shape(32, 32, 8, 4096, sliding_window=4096), 128 * K, 128 * K * 4096),
-    "keys alone, latent": (
-        shape(61, 128, 128, 7168, kv_lora_rank=512, qk_rope_head_dim=64), 70_272, 70_272 * T
-    ),
+NAMES = {
+    "T": "model_type", "L": "num_hidden_layers", "H": "num_attention_heads",
+    "K": "num_key_value_heads", "D": "hidden_size", "d": "head_dim", "W": "sliding_window",
 }  # fmt: skip
+LAYERS = {
+    "F": "full_attention", "S": "sliding_attention", "-": "linear_attention", "c": "conv",
+    "m": "mamba", "a": "attention", "d": "deepseek_sparse_attention", "e": "moe", "0": 0, "1": 1,
+}  # fmt: skip
+LISTED = ("layer_types", "layers_block_type", "no_rope_layers", "sparse_attention_freq")
 
-KNOWN_NOT = "model_type 'x' is not one of those known here; kv_bytes_per_token takes layers,"
-REFUSED = [  # a config, and how the message must begin
-    (config_of("x", 32, 32, 8, 4096), KNOWN_NOT),
-    (config_of("bert", 12, 12, None, 768), "model_type 'bert' is not one of those known here"),
-    ({**LLAMA_8B, "model_type": 5}, "model_type 5 is not one of"),
-    (config_of("deepseek_v32"), "model_type 'deepseek_v32' is not"),
-    ({**DEEPSEEK_V3, "index_topk": 2048}, "config has index_topk: its architecture is not"),
-    (config_of("whisper", is_encoder_decoder=True), "config has is_encoder_decoder: its archit"),
-    ({**LLAMA_8B, "sliding_window": 4096}, "sliding_window = 4096 is not supported for its"),
-    ({**LLAMA_8B, "layer_types": ["mamba"] * 32}, "layer_types has layers of a kind that its"),
-    ({**LLAMA_8B, "attn_layer_period": 8}, "config has attn_layer_period: its architecture"),
-    ({**LLAMA_8B, "kv_lora_rank": 512}, "config has kv_lora_rank: its architecture"),
-    ({**LLAMA_8B, "num_attention_heads": 24}, "config lacks head_dim, and hidden_size = 4096 is"),
-    ({**LLAMA_8B, "num_key_value_heads": 7}, "num_key_value_heads = 7 does not divide the 32"),
-    ({**LLAMA_8B, "n_layer": 31}, "num_hidden_layers = 32 contradicts n_layer = 31"),
-    ({**LLAMA_8B, "num_hidden_layers": "32"}, "num_hidden_layers must be a whole number, not '32'"),
-    ({**LLAMA_8B, "torch_dtype": "int3"}, "torch_dtype = 'int3' is not supported; dtype_bytes"),
-    ({**GPT_OSS, "layer_types": ["new"] * 24}, "layer_types has 'new', which is not supported"),
-    ({**GPT_OSS, "layer_types": [FULL]}, "layer_types must list 24 layers"),
-    ({**GPT_OSS, "sliding_window": None}, "layer_types has sliding layers, but sliding_window"),
-    (config_of("seed_oss", 2, 80, None, 5120), "config lacks num_key_value_heads"),
-    (config_of("granitemoehybrid", 40, 32, 8, 2048), "config lacks layer_types"),
-    (config_of("bamba", 40, 32, 8, 2048), "config lacks attn_layer_indices"),
-    (config_of("deepseek_v3", 61, 128, 128, 7168, kv_lora_rank=None), "config lacks kv_lora_rank"),
-    ({"num_layers": 28, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "config lacks model_type"),
-    (config_of(None, 12, 12, 12, 768, type_vocab_size=2), "config has type_vocab_size"),
-    (config_of("gemma4_text", 12, 8, 1, 1536, use_bidirectional_attention="all"), "use_bidirec"),
-    (
-        config_of("bailing_hybrid", 32, 16, 16, 64, layer_group_size=5),
-        "layer_group_size = 5 does not divide the 32 layers",
-    ),
-    (
-        config_of("qwen3_next", 4, 16, 16, 64, full_attention_interval=0),
-        "full_attention_interval must be from 1",
-    ),
-    ({"text_config": 5}, "text_config must be a dict, not 5"),
-    ({"text_config": {}}, "in text_config: config lacks num_hidden_layers"),
-    (
-        {"thinker_config": {"text_config": config_of("olmo")}},
-        "in thinker_config.text_config: config lacks num_hidden_layers",
-    ),
-    ({}, "config lacks num_hidden_layers"),
-]
+
+def config_of(text):
+    """A config from words: L=32 is num_hidden_layers, SF*2+S layers, a bare word a dict in it."""
+    config = part = {}
+    for word in text.split():
+        name, _, value = word.partition("=")
+        name = NAMES.get(name, name)
+        if "=" not in word:
+            part[name] = part = {}
+        elif name == "per_layer_config":  # 4,9:{"head_dim":512}
+            layers, _, own = value.partition(":")
+            part.setdefault(name, {}).update(dict.fromkeys(layers.split(","), json.loads(own)))
+        elif name in LISTED and value[0] != "[":
+            runs = (run.partition("*") for run in value.split("+"))
+            part[name] = [LAYERS[kind] for run, _, n in runs for kind in run * int(n or 1)]
+        else:
+            try:
+                part[name] = json.loads(value)
+            except ValueError:
+                part[name] = value
+    return config
+
+
+def cases(text):
+    """Pairs of what is expected and a config: a line each, and indented lines that go on."""
+    for case in text.strip().replace("\n\n", "\n").replace("\n  ", " ").splitlines():
+        right, _, words = case.partition(" ")
+        yield right, config_of(words), words
+
+
+LLAMA_8B = config_of("T=llama L=32 H=32 K=8 D=4096")
+QWEN_7B = config_of("T=qwen2 L=28 H=28 K=4 D=3584 use_sliding_window=false W=131072")
+DEEPSEEK_V3 = config_of(
+    "T=deepseek_v3 L=61 H=128 K=128 D=7168 kv_lora_rank=512 qk_rope_head_dim=64"
+)
+
+# Published configs, and what their classes and engines hold: bytes of a token, all alike up
+# to T; or of so many tokens, perhaps with a tp; or refuse, perhaps with a tp.
+PUBLISHED = """
+12288 T=gpt2 attention_head_type=multiquery n_embd=2048 n_head=16 n_layer=24
+12288 T=lfm2 L=16 H=32 K=8 D=2048 full_attn_idxs=[2,5,8,10,12,14]
+12288 T=lfm2_vl text_config T=lfm2 L=16 H=32 K=8 D=2048 layer_types=ccF*3+cFcFcFc
+1:57344,131072:1967128576 T=afmoe L=56 H=8 K=2 D=1024 d=128 W=2048 global_attn_every_n_layers=4
+  layer_types=SSSF*14
+1:18432,131072:811597824 T=gemma4 text_config T=gemma4_text L=35 H=8 K=1 D=1536 d=256
+  global_head_dim=512 num_kv_shared_layers=20 W=512 layer_types=SSSSF*7
+8192 T=granitemoehybrid L=40 H=32 K=8 D=2048 layer_types=mmmmmammmm*4
+147456 T=falcon_h1 L=72 H=20 K=4 D=5120 d=128 mamba_d_ssm=4096
+16384 T=jamba L=32 H=32 K=8 D=4096 attn_layer_offset=4 attn_layer_period=8
+12288 T=internvl_chat llm_config T=qwen2 L=24 H=14 K=2 D=896 layer_types=F*24 max_window_layers=70
+  W=null use_sliding_window=false
+524288 T=qwen2_audio text_config T=qwen2 W=32768
+122880 T=voxtral text_config T=llama L=30 H=32 K=8 D=3072 d=128 W=null
+1:507904,131072:11173625856 T=gemma3 text_config T=gemma3_text L=62 H=32 K=16 D=5376 d=128 W=1024
+18432 T=paligemma text_config T=gemma L=18 H=8 K=1 D=2048
+163840 T=llava text_config T=mistral L=40 D=5120 d=128 W=null
+131072 T=llava_next text_config T=mistral K=8 W=null
+57344 T=qwen2_5_omni thinker_config T=qwen2_5_omni_thinker text_config T=qwen2_5_omni_text L=28
+  H=28 K=4 D=3584 W=32768 max_window_layers=28 use_sliding_window=false
+524288 T=hf_olmo d_model=4096 n_heads=32 n_layers=32 multi_query_attention=false
+62464 T=step3_vl text_config T=step3_text L=61 H=64 D=7168 d=256 num_attention_groups=1
+131072 T=hunyuan L=64 H=80 K=8 D=6400 attention_head_dim=128 use_cla=true cla_share_factor=2
+8064 T=kimi_linear L=27 H=32 K=32 D=2304 kv_lora_rank=512 qk_rope_head_dim=64
+  linear_attn_config={"full_attn_layers":[4,8,12,16,20,24,27]}
+35712 T=minicpm3 L=62 H=40 K=40 D=2560 kv_lora_rank=256 qk_rope_head_dim=32
+refuse T=whisper L=32 is_encoder_decoder=true d_model=1280
+refuse T=bert L=12 H=12 D=768
+refuse T=xlm-roberta L=24 H=16 D=1024
+54144 T=glm4_moe_lite L=47 H=20 K=20 D=2048 kv_lora_rank=512 qk_rope_head_dim=64 v_head_dim=256
+1310720 T=cohere L=40 H=64 K=64 D=8192
+1:131072,131072:4697620480 T=cohere2 L=32 H=32 K=8 D=4096 d=128 W=4096 sliding_window_pattern=4
+73728 T=smollm3 L=36 H=16 K=4 D=2048 layer_types=F*36 max_window_layers=28 W=null
+  use_sliding_window=false no_rope_layers=1110*9
+131072 T=apertus L=32 H=32 K=8 D=4096
+1015808 T=dots1 L=62 H=32 K=32 D=4096 max_window_layers=62 W=null
+204800 T=stablelm L=40 H=32 K=8 D=5120
+131072 T=phi3small L=32 H=32 K=8 D=4096
+524288 T=qwen2 L=32 H=32 K=32 D=4096 max_window_layers=28 W=32768 use_sliding_window=false
+163840 T=granite L=40 H=32 K=8 D=4096
+262144 T=git L=64 H=64 K=8 D=8192 d=128
+57344 T=molmo L=28 H=28 K=4 D=3584
+76800 T=bitnet L=30 H=20 K=5 D=2560
+192512 T=qwen3_moe L=94 H=64 K=4 D=4096 d=128 max_window_layers=94 W=null use_sliding_window=false
+262144 T=qwen3 L=64 H=64 K=8 D=5120 d=128 max_window_layers=64 W=null use_sliding_window=false
+253952 T=qwen3_moe L=62 H=96 K=8 D=6144 d=128 max_window_layers=62 W=null use_sliding_window=false
+114688 T=qwen3_vl text_config T=qwen3_vl_text L=28 H=16 K=8 D=2048 d=128
+98304 T=qwen3_vl_moe text_config T=qwen3_vl_moe_text L=48 H=32 K=4 D=2048 d=128
+147456 T=qwen3_vl text_config T=qwen3_vl_text L=36 H=32 K=8 D=2560 d=128
+20480 T=qwen3_5_moe text_config T=qwen3_5_moe_text L=40 H=16 K=2 D=2048 d=256
+  full_attention_interval=4 layer_types=---F*10
+30720 T=qwen3_5_moe text_config T=qwen3_5_moe_text L=60 H=32 K=2 D=4096 d=256
+  full_attention_interval=4 layer_types=---F*15
+refuse T=deepseek_v32 L=61 H=128 K=128 D=7168 index_head_dim=128 index_n_heads=64 index_topk=2048
+  kv_lora_rank=512 num_nextn_predict_layers=1 qk_rope_head_dim=64 v_head_dim=128
+1:225280,131072:2894069760 T=gemma4 text_config T=gemma4_text L=30 H=16 K=8 D=2816 d=256
+  attention_k_eq_v=true global_head_dim=512 layer_types=SSSSSF*5 num_global_key_value_heads=2
+  num_kv_shared_layers=0 W=1024 use_bidirectional_attention=vision
+327680 T=llama L=80 H=64 K=8 D=8192
+131072 T=llama L=32 H=32 K=8 D=4096
+229376 T=mixtral L=56 H=48 K=8 D=6144 W=null
+131072 T=mixtral L=32 H=32 K=8 D=4096 W=null
+70272 T=kimi_k25 text_config T=kimi_k2 L=61 H=64 K=64 D=7168 add_cross_attention=false
+  is_encoder_decoder=false kv_lora_rank=512 num_nextn_predict_layers=0 qk_rope_head_dim=64
+  v_head_dim=128
+refuse T=deepseek_v4 L=43 H=64 K=1 D=4096 d=512 index_head_dim=128 index_n_heads=64 index_topk=512
+  num_nextn_predict_layers=1 qk_rope_head_dim=64 W=128
+70272 T=kimi_k25 text_config T=deepseek_v3 L=61 H=64 K=64 D=7168 add_cross_attention=false
+  is_encoder_decoder=false kv_lora_rank=512 num_nextn_predict_layers=0 qk_rope_head_dim=64
+  v_head_dim=128
+6144 T=nemotron_h L=52 H=32 K=2 D=2688 d=128
+  hybrid_override_pattern=MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME W=null
+6144 T=nemotron_h L=52 H=32 K=2 D=2688 d=128 layers_block_type=mememae*5+memememaememememe
+  num_nextn_predict_layers=1 W=null
+40960 T=nemotron_h L=118 H=64 K=8 D=8192 attention_head_dim=128
+  hybrid_override_pattern=M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-
+  W=null
+1:49152,131072:3224371200 T=gpt_oss L=24 H=64 K=8 D=2880 d=64 layer_types=SF*12 W=128
+refuse T=glm_moe_dsa L=78 H=64 K=64 D=6144 d=64 index_head_dim=128 index_n_heads=32
+  index_topk=2048 kv_lora_rank=512 num_nextn_predict_layers=1 qk_rope_head_dim=64 v_head_dim=256
+196608 T=llama L=48 H=64 K=8 D=8192
+31104 T=deepseek_v2 L=27 H=16 K=16 D=2048 kv_lora_rank=512 qk_rope_head_dim=64 v_head_dim=128
+524288 T=llama L=32 H=32 K=32 D=4096
+1:196608,131072:7650410496 T=llama4 text_config T=llama4_text L=48 H=40 K=8 D=5120 d=128
+  attention_chunk_size=8192 no_rope_layers=[]
+98304 T=qwen3_moe L=48 H=32 K=4 D=2048 d=128 max_window_layers=48 W=null use_sliding_window=false
+245760 T=llama L=60 H=56 K=8 D=7168
+106496 T=ministral3 text_config T=ministral3 L=26 H=32 K=8 D=3072 d=128 W=null
+196608 T=phi-msft n_embd=2048 n_head=32 n_head_kv=null n_layer=24
+327680 T=phi-msft n_embd=2560 n_head=32 n_head_kv=null n_layer=32
+393216 T=phi3 L=32 H=32 K=32 D=3072 W=262144
+131072 T=phi3 L=32 H=24 K=8 D=3072 W=262144
+327680 T=stablelm L=32 H=32 K=32 D=2560
+524288 T=baichuan L=32 H=32 D=4096
+18432 T=gemma L=18 H=8 K=1 D=2048 d=256
+1:106496,131072:7197425664 T=gemma2 L=26 H=8 K=4 D=2304 d=256 W=4096
+1:26624,131072:548405248 T=gemma3_text L=26 H=4 K=1 D=1152 d=256 W=512 sliding_window_pattern=6
+1:376832,131072:25467813888 T=gemma2 L=46 H=32 K=16 D=4608 d=128 W=4096
+refuse T=rwkv5 L=32 D=2560
+524288 T=llava text_config T=llama
+196608 T=stablelm L=24 H=32 K=32 D=2048
+57344 T=qwen2 L=28 H=28 K=4 D=3584 max_window_layers=28 W=131072 use_sliding_window=false
+114688 T=qwen3 L=28 H=16 K=8 D=1024 d=128 max_window_layers=28 W=null use_sliding_window=false
+114688 T=qwen3 L=28 H=16 K=8 D=2048 d=128 max_window_layers=28 W=null use_sliding_window=false
+131072 T=internlm2 L=32 H=32 K=8 D=4096
+40960 T=llama L=32 H=15 K=5 D=960
+819200 T=olmo2 L=40 H=40 K=40 D=5120
+1:225280 T=gemma4 text_config T=gemma4_text L=30 H=16 K=8 D=2816 d=256 attention_k_eq_v=true
+  W=1024 num_kv_shared_layers=0 layer_types=SSSSSF*5
+  per_layer_config=05,11,17,23,29:{"head_dim":512,"num_key_value_heads":2}
+refuse T=gemma4 text_config T=gemma4_text L=30 H=16 K=8 D=2816 d=256 attention_k_eq_v=true W=1024
+  num_kv_shared_layers=0 layer_types=SSSSSF*5
+1:18432 T=gemma4 text_config T=gemma4_text L=35 H=8 K=1 D=1536 d=256 attention_k_eq_v=false W=512
+  num_kv_shared_layers=20 layer_types=SSSSF*7 per_layer_config=04,09,14,19,24,29,34:{"head_dim":512}
+1:131072 L=32 H=32 D=4096 architectures=["CogVLMForCausalLM"] num_multi_query_heads=8
+refuse L=32 H=32 D=4096
+1:131072 T=llama L=32 H=32 K=8 D=4096 torch_dtype=float8_e4m3fn
+1:64512 T=longcat_flash L=56 H=64 kv_lora_rank=512 qk_rope_head_dim=64
+1:64512 T=longcat_flash L=56 H=64 kv_lora_rank=512 qk_rope_head_dim=64 num_layers=28
+1:184320 T=step3p5 L=45 H=64 D=4096 num_attention_groups=8 W=512 layer_types=FSSS*11+F
+1:184320 T=step3p5 L=45 H=64 K=8 D=4096 d=128 W=512 layer_types=FSSS*11+F
+  num_sliding_attention_heads=96
+  per_layer_config=01,02,03,05,06,07,09,10,11,13,14,15,17,18,19,21,22,23,25,26,27,29,30,31,33,34,35,37,38,39,41,42,43:{"num_attention_heads":96}
+4096:872415232 T=gemma4_unified_text L=48 H=16 K=8 D=3840 d=256 attention_k_eq_v=false
+  num_kv_shared_layers=0 layer_types=SSSSSF*8 global_head_dim=512
+1:9216 T=ernie4_5 L=18 H=16 K=2 D=1024 d=null
+131072:536870912 T=mistral L=32 H=32 K=8 D=4096 W=4096 max_window_layers=28
+131072:536870912 T=mistral L=32 H=32 K=8 D=4096 W=4096 sliding_window_pattern=6
+1:524288 T=llama L=32 H=32 K=32 D=4096 multi_query=true
+refuse/8 T=qwen2 L=28 H=28 K=4 D=3584
+refuse/2 T=falcon L=32 H=71 D=4544 multi_query=true
+1/8:122880 T=gemma4 text_config T=gemma4_text L=60 H=32 K=16 D=5376 d=256 attention_k_eq_v=true
+  global_head_dim=512 layer_types=SSSSSF*10 num_global_key_value_heads=4 num_kv_shared_layers=0
+  W=1024 use_bidirectional_attention=vision
+131072:2894069760 T=gemma4 text_config T=gemma4_text L=30 H=16 K=8 D=2816 d=256
+  global_head_dim=512 num_global_key_value_heads=2 attention_k_eq_v=true W=1024
+  num_kv_shared_layers=0 layer_types=SSSSSF*5
+refuse T=deepseek_v4 L=43 H=64 K=1 D=4096 d=512 index_head_dim=128 index_n_heads=64
+  num_nextn_predict_layers=1 qk_rope_head_dim=64 W=128
+refuse T=deepseek_v4 L=61 H=128 K=1 D=7168 d=512 index_head_dim=128 index_n_heads=64
+  num_nextn_predict_layers=1 qk_rope_head_dim=64 W=128
+refuse T=glm_moe_dsa L=78 H=64 K=64 D=6144 d=192 index_head_dim=128 index_n_heads=32
+  kv_lora_rank=512 layer_types=d*78 num_nextn_predict_layers=1 qk_rope_head_dim=64 v_head_dim=256
+100000:819200000 T=nemotron_h L=88 H=32 K=2 D=4096 d=128
+  hybrid_override_pattern=MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME
+  num_nextn_predict_layers=1 W=null
+100000:52428800000 T=olmo2 L=32 H=32 K=32 D=4096 torch_dtype=float32
+100000:1228800000 T=qwen2 L=24 H=14 K=2 D=896 max_window_layers=24 W=32768
+  use_sliding_window=false
+100000:268304384 T=phimoe L=32 H=32 K=8 D=4096 d=128 W=2047
+100000:819200000 T=codegen n_embd=2048 n_head=16 n_layer=1
+1:36864 T=gpt2 is_encoder_decoder=false n_embd=768 n_layer=12 n_head=12 add_cross_attention=false
+100000:32768000000 T=iquestcoder L=80 H=40 K=8 D=5120 d=128 is_encoder_decoder=false
+1:24576 T=qwen3_moe L=24 H=32 K=4 D=2048 is_encoder_decoder=false use_sliding_window=false W=null
+100000:16384000000 T=laguna L=40 H=48 K=8 D=2048 d=128 is_encoder_decoder=false W=512
+  layer_types=F*40
+100000:6553600000 T=minimax L=32 H=32 K=8 D=4096 d=null is_encoder_decoder=false W=null
+  layer_types=F-*16
+1:524288,100000:52428800000 T=apertus1p5 text_config T=apertus1p5_text L=32 H=32 K=32 D=4096
+  is_encoder_decoder=false
+1:22528,100000:1231421440 T=lfm3 L=24 H=16 K=4 D=2048 d=128 is_encoder_decoder=false
+  layer_types=c+cFcS*5+cFc W=256
+1:253952,100000:6939475968 T=muse_spark text_config T=muse_spark_text L=62 H=128 K=16 D=8192 d=64
+  is_encoder_decoder=false W=2048 layer_types=SFSS*15+SF
+1:19456,100000:1945600000 T=sarvam_moe L=19 H=64 K=4 D=4096 d=64 is_encoder_decoder=false
+  num_nextn_predict_layers=0
+"""
+# Spellings, settings that a class does not read, and what few configs say.
+FEW = """
+137472 T=minimax_m3 L=60 H=64 K=4 D=6144 d=128 num_nextn_predict_layers=1
+  sparse_attention_config sparse_index_dim=128 sparse_attention_freq=0*3+1*57
+524288 T=llama L=32 H=32 D=4096
+516096 T=llama L=126 H=128 K=8 D=16384 sliding_window_pattern=6 max_window_layers=8
+524288 T=qwen L=32 H=32 D=4096 kv_channels=128
+40960 T=chatglm num_layers=40 H=32 D=4096 kv_channels=128 multi_query_attention=true
+  multi_query_group_num=2
+8192 T=falcon D=4544 L=32 H=71 multi_query=true num_kv_heads=71
+122880 T=falcon D=8192 L=60 H=128 num_kv_heads=8 multi_query=true new_decoder_architecture=true
+36864 T=gpt2 n_layer=12 n_head=12 n_embd=768 K=4 d=8
+512 T=bloom n_layer=2 n_head=4 n_embed=64
+512 T=mpt n_layers=2 n_heads=4 d_model=64 attn_config attn_type=multihead_attention
+128 T=dbrx n_layers=2 n_heads=4 d_model=64 attn_config kv_n_heads=1
+512 T=qwen2 L=2 H=16 K=null D=64
+1:139264,131072:2805989376 T=gemma3 text_config T=gemma3_text L=34 D=2560 W=1024
+1:40960,131072:1090519040 T=gemma3n text_config T=gemma3n_text L=35 H=8 K=2 D=2048 d=256 W=512
+  layer_types=SSSSF*7 num_kv_shared_layers=15
+100:16640 T=gemma3_text L=4 H=2 K=2 D=64 d=16 W=10 sliding_window_pattern=3
+1:262144,131072:9395240960 T=exaone4 L=64 H=40 K=8 D=5120 W=4096 sliding_window_pattern=LLLG
+61440 T=exaone4 L=30 H=32 K=8 D=2048 W=null sliding_window_pattern=LLLG
+1000:5734400 T=qwen2 L=28 H=28 K=4 D=3584 use_sliding_window=true W=100 max_window_layers=0
+1000:44441600 T=qwen2 L=28 H=28 K=4 D=3584 use_sliding_window=true W=100 max_window_layers=21
+16384 T=hunyuan L=4 H=8 K=8 D=1024 use_cla=false cla_share_factor=2
+24576 T=qwen3_next L=48 H=16 K=2 D=2048 d=256 full_attention_interval=4
+128 T=nemotron_h H=4 K=2 D=64 d=16 layers_block_type=mae
+64512 architectures=["LongcatFlashForCausalLM"] num_layers=28 kv_lora_rank=512 qk_rope_head_dim=64
+64512 T=longcat_flash num_layers=28 kv_lora_rank=512 qk_rope_head_dim=64
+61440 T=deepseek_vl_v2 language_config T=deepseek_v2 L=12 H=10 K=10 D=1280 kv_lora_rank=null
+  qk_rope_head_dim=0 v_head_dim=0 use_mla=false
+1/8:70272 T=deepseek_v3 L=61 H=128 K=128 D=7168 kv_lora_rank=512 qk_rope_head_dim=64
+1/8:48128 T=qwen3_moe L=94 H=64 K=4 D=4096 d=128
+1:184320,131072:6511656960 T=step3p5 L=45 H=64 num_attention_groups=8 D=4096 d=128 W=512
+  layer_types=FSSS*12 num_nextn_predict_layers=3
+  attention_other_setting num_attention_heads=96 num_attention_groups=8
+256 T=jamba L=12 H=8 K=8 D=64 attn_layer_period=8 attn_layer_offset=5
+1:768 T=gemma4_text L=2 H=8 K=4 d=16 W=9 layer_types=SF attention_k_eq_v=false
+  global_head_dim=32 num_global_key_value_heads=1
+131072 L=32 H=32 K=8 d=128
+131072 n_layer=32 n_head=32 n_kv_heads=8 d_model=4096
+refuse/40 T=deepseek_v3 L=61 H=128 kv_lora_rank=512 qk_rope_head_dim=64
+"""
+# How a message must begin, and the config.
+REFUSED = """
+model_type 'x' is not one of those known here; kv_bytes_per_token is right only where % T=x L=32
+model_type 5 is not one of % T=5
+model_type 'deepseek_v32' is not % T=deepseek_v32
+config has index_topk = 2048, unlike % T=deepseek_v3 index_topk=2048
+config has is_encoder_decoder % T=llama is_encoder_decoder=true
+config has is_encoder_decoder % T=llama is_encoder_decoder=true text_config T=llama
+config has kv_lora_rank % L=61 H=128 K=128 D=7168 kv_lora_rank=512 qk_rope_head_dim=64
+config has type_vocab_size % L=12 H=12 K=12 D=768 type_vocab_size=2
+config has attn_layer_period % T=llama L=32 H=32 K=8 D=4096 attn_layer_period=8
+sliding_window = 4096 is not supported % T=llama L=32 H=32 K=8 D=4096 W=4096
+sliding_window = 4096 is not supported % L=32 H=32 K=8 D=4096 W=4096
+sliding_window = 4096 is not supported % T=qwen3_moe L=2 K=4 W=4096 use_sliding_window=true
+layer_types has layers of a kind that % T=llama L=32 H=32 K=8 D=4096 layer_types=m*32
+config lacks head_dim, and hidden_size = 4096 is % T=llama L=32 H=24 K=8 D=4096
+config lacks head_dim % T=qwen3 L=32 H=32 K=8 D=4096
+num_key_value_heads = 7 does not divide the 32 % T=llama L=32 H=32 K=7 D=4096
+n_layer = 31 contradicts num_hidden_layers = 32 % T=gpt2 L=32 n_layer=31 n_head=12 n_embd=768
+num_hidden_layers must be a whole number, not '32' % T=llama L="32"
+num_hidden_layers must be from 1 to 10,000 % T=llama L=100000
+layer_types = ['full_attention'] does not tell what 24 % T=gpt_oss L=24 d=64 W=9 layer_types=F
+layer_types = ['deepseek_sparse_attention' % T=gpt_oss L=2 d=64 W=9 layer_types=d*2
+layer_types has sliding layers, but % T=gpt_oss L=2 H=8 K=8 d=64 W=null layer_types=SF
+full_attention_interval contradicts layer_types % T=qwen3_next L=4 d=64 layer_types=-F*2
+  full_attention_interval=4
+config lacks num_key_value_heads % T=seed_oss L=2 H=80 D=5120 d=128
+config lacks num_key_value_heads % L=32 H=32 D=4096
+config lacks num_hidden_layers % T=llama H=32 K=8 D=4096
+config lacks layer_types % T=granitemoehybrid L=40 H=32 K=8 D=2048
+config lacks attn_layer_indices % T=bamba L=40 H=32 K=8 D=2048
+config lacks max_window_layers % T=qwen2 L=2 H=8 K=8 D=64 W=9 use_sliding_window=true
+config lacks sliding_window % T=mistral L=32 H=32 K=8 D=4096
+config lacks global_head_dim % T=gemma4_text L=2 H=8 K=8 d=256 W=9 layer_types=SF
+config lacks num_kv_shared_layers % T=gemma3n_text L=2 H=8 K=8 d=256 W=9 layer_types=SF
+config lacks multi_query % T=falcon L=32 H=71 D=4544
+use_bidirectional_attention = 'all' % T=gemma4_text L=2 W=9 d=8 layer_types=SF
+  use_bidirectional_attention=all
+layer_group_size = 5 does not tell what 32 % T=bailing_hybrid L=32 kv_lora_rank=512
+  layer_group_size=5
+full_attention_interval must be from 1 % T=qwen3_next L=4 d=64 full_attention_interval=0
+full_attn_idxs = [99] does not % T=lfm2 L=4 full_attn_idxs=[99]
+num_hidden_layers = 55 must be even % T=longcat_flash L=55 kv_lora_rank=512
+num_layers = 56 contradicts num_hidden_layers = 28 % T=longcat_flash L=28 num_layers=28
+use_mla = False contradicts % T=deepseek_v2 L=2 H=8 kv_lora_rank=512 use_mla=false
+per_layer_config has 'sliding_window', % T=llama L=32 H=32 K=8 D=4096
+  per_layer_config=4:{"sliding_window":9}
+a layer in per_layer_config must be from 0 to 31 % T=llama L=32 H=32 K=8 D=4096
+  per_layer_config=32:{"head_dim":9}
+v_head_dim = 64 is not the 128 of K % T=llama L=32 H=32 K=8 D=4096 v_head_dim=64
+multi_query must be True or False % T=falcon L=2 H=8 D=64 multi_query=1
+text_config must be a dict, not 5 % text_config=5
+in text_config: config lacks num_key_value_heads % text_config L=2
+in thinker_config.text_config: num_hidden_layers must be % T=olmo thinker_config text_config L=null
+config lacks num_hidden_layers % architectures=[]
+config lacks cla_share_factor % T=hunyuan L=4 H=8 K=8 D=1024 use_cla=true
+"""
 
 
 class Configs(unittest.TestCase):
-    def test_published_models(self):
-        for model, (config, first, all_of_t) in PUBLISHED.items():
-            with self.subTest(model):
-                self.assertEqual(lesson.kv_bytes(config), first)
-                self.assertEqual(lesson.kv_bytes(config, T), all_of_t)
-                self.assertEqual(lesson.kv_bytes(config, 0), 0)
-
-    def test_a_config_is_left_as_it_was(self):
-        for config, _, _ in PUBLISHED.values():
-            before = repr(config)
-            lesson.kv_bytes(config)
-            self.assertEqual(repr(config), before)
-
-    def test_a_window_in_the_upper_layers(self):
-        config = {**QWEN_7B, "use_sliding_window": True, "sliding_window": 100}
-        config["max_window_layers"] = 21
-        self.assertEqual(lesson.kv_bytes(config, 1000), (21 * 1000 + 7 * 100) * 2 * K)
-
-    def test_what_few_configs_say(self):
-        small = {"num_hidden_layers": 2, "num_attention_heads": 16, "hidden_size": 64}
-        for config, tokens, size in (
-            ({**small, "model_type": "qwen2", "num_key_value_heads": None}, 1, 512),
-            ({"model_type": "bloom", "n_layer": 2, "n_head": 4, "n_embed": 64}, 1, 512),
-            (config_of("hunyuan", 4, 8, 8, 1024, use_cla=False, cla_share_factor=2), 1, 16_384),
-            ({"torch_dtype": "float8_e4m3fn", "text_config": config_of(
-                "llama", 2, 16, 16, 64, torch_dtype=None)}, 1, 256),
-            ({"model_type": "x", "thinker_config": {"model_type": "llama", "text_config": {
-                **small, "num_key_value_heads": 16}}}, 1, 512),
-            (config_of("gemma3_text", 4, 2, 2, 64, head_dim=16, sliding_window=10,
-                       sliding_window_pattern=3), 100, (3 * 10 + 100) * 128),
-            (config_of("nemotron_h", None, 4, 2, 64, head_dim=16,
-                       layers_block_type=["mamba", "attention", "moe"]), 1, 128),
-            ({"model_type": "mpt", "n_layers": 2, "n_heads": 4, "d_model": 64,
-              "attn_config": {"attn_type": "multiquery_attention"}}, 1, 128),
-            ({"architectures": ["LongcatFlashForCausalLM"], "num_layers": 28, "kv_lora_rank": 512,
-              "qk_rope_head_dim": 64, "num_attention_heads": 64, "zero_expert_num": 9}, 1, 64_512),
-            ({"model_type": "deepseek_vl_v2", "language_config": {
-                "num_hidden_layers": 12, "num_attention_heads": 10, "num_key_value_heads": 10,
-                "hidden_size": 1280, "use_mla": False, "kv_lora_rank": None}}, 1, 61_440),
-            (config_of("qwen3_vl_moe_text", 2, 16, 4, 64), 1, 2 * 2 * 4 * 4 * 2),
-            (config_of("ministral3", 2, 16, 4, 64), 1, 2 * 2 * 4 * 128 * 2),
-        ):  # fmt: skip
-            with self.subTest(config):
-                self.assertEqual(lesson.kv_bytes(config, tokens), size)
+    def test_published_models_and_what_few_configs_say(self):
+        for right, config, words in cases(PUBLISHED + FEW):
+            with self.subTest(words):
+                before = repr(config)
+                if "refuse" in right:
+                    with self.assertRaises((ValueError, TypeError)):
+                        lesson.kv_bytes(config, tp=int(right.partition("/")[2] or 1))
+                elif ":" not in right:
+                    for tokens in (0, 1, T):
+                        self.assertEqual(lesson.kv_bytes(config, tokens), tokens * int(right))
+                else:
+                    for part in right.split(","):
+                        tokens, tp, held = re.fullmatch(r"(\d+)/?(\d*):(\d+)", part).groups()
+                        got = lesson.kv_bytes(config, int(tokens), tp=int(tp or 1))
+                        self.assertEqual(got, int(held))
+                self.assertEqual(repr(config), before)
 
     def test_refusals(self):
-        for config, message in REFUSED:
-            with self.subTest(message):
+        for line in REFUSED.strip().replace("\n  ", " ").splitlines():
+            message, _, words = line.partition(" %")
+            with self.subTest(line):
                 with self.assertRaises((ValueError, TypeError)) as caught:
-                    lesson.kv_bytes(config)
+                    lesson.kv_bytes(config_of(words))
                 self.assertTrue(str(caught.exception).startswith(message), caught.exception)
 
-    def test_width(self):
-        for name, size in (
-            ("float64", 8), ("float32", 2), (None, 2), ("float16", 2), ("torch.bfloat16", 2),
-            ("float8_e4m3fn", 1), ("fp8", 1),
-        ):  # fmt: skip
+    def test_width_is_16_bits_whatever_the_weights_have(self):
+        for name in ("float64", "float32", None, "torch.bfloat16", "float8_e4m3fn", "int3"):
             config = {**LLAMA_8B, "torch_dtype": name}
-            self.assertEqual(lesson.kv_bytes(config), 64 * K * size)
+            self.assertEqual(lesson.kv_bytes(config), 128 * K)
             self.assertEqual(lesson.kv_bytes(config, dtype_bytes=1), 64 * K)
-        qwen_32b = config_of("qwen2", 64, 40, 8, 5120)
+        qwen_32b = config_of("T=qwen2 L=64 H=40 K=8 D=5120")
         self.assertEqual(lesson.kv_bytes(qwen_32b, 32_768, 1.0625), 4352 * 2**20)
-        tiny = config_of("llama", 1, 1, 1, 1)
+        tiny = config_of("T=llama L=1 H=1 D=1")
         self.assertEqual([lesson.kv_bytes(tiny, n, 0.75) for n in (1, 2, 3)], [2, 3, 5])
 
     def test_each_gpu(self):
-        qwen = PUBLISHED["Qwen3 235B"][0]
-        self.assertEqual(lesson.kv_bytes(qwen, tp=4), 48_128)
-        self.assertEqual(lesson.kv_bytes(qwen, tp=8), 48_128)
-        self.assertEqual(lesson.kv_bytes(DEEPSEEK_V3, tp=8), 70_272)
-        self.assertEqual(lesson.kv_bytes(LLAMA_8B, 10, tp=2), 640 * K)
-        for config, tp in ((LLAMA_8B, 3), (LLAMA_8B, 12), (qwen, 6)):
-            with self.assertRaisesRegex(ValueError, f"tp = {tp} neither divides"):
+        qwen = config_of("T=qwen3_moe L=94 H=64 K=4 D=4096 d=128")
+        for config, tp, right in (
+            (qwen, 4, 48_128), (qwen, 8, 48_128), (LLAMA_8B, 2, 64 * K), (DEEPSEEK_V3, 8, 70_272)
+        ):  # fmt: skip
+            self.assertEqual(lesson.kv_bytes(config, 10, tp=tp), 10 * right)
+        six = config_of("T=llama L=1 H=36 K=6 D=36")
+        for config, tp, message in (
+            (LLAMA_8B, 3, "tp = 3 does not divide the 32 query heads"),
+            (QWEN_7B, 8, "tp = 8 does not divide the 28 query heads"),
+            (DEEPSEEK_V3, 3, "tp = 3 does not divide the 128 query heads"),
+            (six, 4, "tp = 4 neither divides the 6 KV heads nor is a multiple"),
+        ):
+            with self.assertRaisesRegex(ValueError, message):
                 lesson.kv_bytes(config, tp=tp)
 
     def test_mutated_configs_raise_with_a_text(self, n=3000, seed=0):
         draw = random.Random(seed)
-        bases = [config for config, _, _ in PUBLISHED.values()]
+        bases = [config for _, config, _ in cases(PUBLISHED + FEW)]
         values = [
             None, True, False, 0, 1, -1, 7, 10**20, 2.5, float("nan"), float("inf"), "", "x",
-            "LLG", "M*", [], [0], [1, 2], ["x"], [[]], [None], {}, {"a": 1}, "float32", 1e400,
+            "LLG", "M*", [], [0], [1, 2], ["x"], [[]], [None], {}, {"a": 1}, "float32", {"1": {}},
         ]  # fmt: skip
-        settings = sorted(
-            {name for config in bases for name in config}
-            | set(lesson.TELLTALES.split())
-            | lesson.CHOOSING
-            | {name for names in lesson.SPELLINGS.values() for name in names}
-        )
+        settings = sorted({name for config in bases for name in config} | {
+            name for family in lesson.FAMILIES.values() for name in family.reads
+        } | {*lesson.CHOOSING, *lesson.TELLTALES.split(), *lesson.ALIASES})  # fmt: skip
         for _ in range(n):
-            config = dict(draw.choice(bases))
-            target = config
+            config = target = dict(draw.choice(bases))
             for name in lesson.DECODERS:
-                if name in config and draw.random() < 0.7:
+                if isinstance(config.get(name), dict) and draw.random() < 0.7:
                     target = config[name] = dict(config[name])
             for _ in range(draw.randint(1, 3)):
                 target[draw.choice(settings)] = draw.choice(values)
             if draw.random() < 0.3:
                 target["model_type"] = draw.choice(sorted(lesson.FAMILIES))
+            tokens, width = draw.choice([0, 1, T]), draw.choice([None, 0.5, 2])
             try:
-                held = lesson.kv_bytes(
-                    config, draw.choice([0, 1, T]), draw.choice([None, 0.5, 2]),
-                    draw.choice([1, 2, 8]),
-                )  # fmt: skip
+                held = lesson.kv_bytes(config, tokens, width, draw.choice([1, 2, 8]))
             except (ValueError, TypeError) as error:
                 self.assertTrue(str(error), config)
                 self.assertNotRegex(str(error), r"operand|object is not|NoneType|argument")
@@ -1395,7 +1396,7 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
     (lambda: lesson.kv_bytes(LLAMA_8B, 1, 0), ValueError, "dtype_bytes must be from 0.01 to"),
     (lambda: lesson.kv_bytes(LLAMA_8B, 1, "1"), TypeError, "dtype_bytes must be a number, not '1'"),
     (lambda: lesson.kv_bytes(LLAMA_8B, tp=0), ValueError, "tp must be from 1 to"),
-    (lambda: lesson.kv_bytes(LLAMA_8B, tp=3), ValueError, "tp = 3 neither divides the 8 KV heads"),
+    (lambda: lesson.kv_bytes(LLAMA_8B, tp=3), ValueError, "tp = 3 does not divide the 32"),
     (lambda: lesson.fetch_seconds(-1, 7), ValueError, "prefix must be from 0 to"),
     (lambda: lesson.fetch_seconds(1, 0), ValueError, "gb_per_s must be from"),
     (lambda: lesson.recompute_seconds(1.5), TypeError, "prefix must be a whole number, not 1.5"),
@@ -3005,7 +3006,7 @@ class CommandLine(unittest.TestCase):
         self.assertIn("  = 131,072 B/token = 128 KiB per token\n", printed)
         self.assertIn("     131,072         0.500 GiB\n", printed)
         self.assertIn("stop growing there", printed)
-        seventy = json.dumps(shape(80, 64, 8, 8192)).encode()
+        seventy = json.dumps(config_of("T=llama L=80 H=64 K=8 D=8192")).encode()
         status, printed = call_main("--model", "-", entered=seventy)
         sizes = [float(gib) for gib in re.findall(r"([\d.]+) GiB\n", printed)]
         self.assertEqual(sizes, [0.312, 1.25, 10, 40])
