@@ -1192,7 +1192,7 @@ def serve(
     steady = ran = held_pages = first = again = new = 0
     seconds = 0.0
     while generated < output:
-        counts = waiting and entered >= half
+        counts = entered >= half and bool(waiting)
         running, computed, tokens, held, lost, prefill, repeated, came = next_step()
         steps += 1
         generated += tokens
@@ -3728,11 +3728,18 @@ def mapping(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def function(name: str, value: Any) -> Callable[..., Any]:
-    """`value` if it can be called, otherwise TypeError."""
+def clock(name: str, value: Any) -> Callable[..., float]:
+    """`value` if it can be called, otherwise TypeError; what it returns is checked too."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, not {shown(value)}")
-    return cast(Callable[..., Any], value)
+
+    def checked(tokens: float, held_tokens: float) -> float:
+        took: Any = value(tokens, held_tokens)
+        if took.__class__ is float and TINY <= took <= HUGE:
+            return cast(float, took)
+        return number(f"what {name} returns", took)
+
+    return checked
 
 
 def count_of(name: str, value: Any) -> int:
@@ -3753,7 +3760,7 @@ ALLOWED: dict[str, Callable[[str, Any], Any]] = {
     "gb_per_s": number, "n_params": number, "flops_per_gpu": number, "mfu": partial(number, most=1),
     "attention": truth, "copy_on_write": truth,
     "occupancy": partial(number, least=0, most=1), "watermark": share_below_one,
-    "max_running": partial(optional, rule=some), "step_seconds": function,
+    "max_running": partial(optional, rule=some), "step_seconds": clock,
     "fetch_seconds kv_per_token": number, "break_even kv_per_token": number,
     "step_seconds kv_per_token": number, "step_seconds tokens": anything,
     "step_seconds held_tokens": anything, "mbu": partial(number, most=1),

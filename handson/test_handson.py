@@ -8,6 +8,7 @@ tokens, a conservation law, a published figure, or the lesson itself with a bug 
 from __future__ import annotations
 
 import ast
+import collections
 import concurrent.futures
 import contextlib
 import copy
@@ -33,10 +34,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import tracemalloc
 import types
 import unittest
 import warnings
+import zlib
 from functools import partial
+from itertools import islice
 from unittest import mock
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -473,89 +477,111 @@ class Preemption(unittest.TestCase):
         self.assertEqual(lesson.preempted_tokens(1.0, n=0), 0)
 
 
-def step_by_step(
-    requests, pages, page=16, watermark=0.0, max_running=None, budget=None, seconds=None
+# What vLLM 0.33's own scheduler did: pages, tokens a page, watermark, at most running, tokens a
+# step, prefix caching | the six counts of Served | a checksum of its trace, step by step. Below
+# each: prompt,output of its requests.
+ENGINE = """
+5 4 0 4 8192 0 | 19 27 41 6 1 5 | 2e7668ed
+    15,3 10,4 3,6 1,2 6,12
+5 16 0 8 64 0 | 90 117 219 49 1 5 | e4784911
+    15,14 42,14 24,27 7,20 57,22 25,20
+5 16 0 8 64 1 | 90 117 171 1 1 5 | 2caf32c5
+    15,14 42,14 24,27 7,20 57,22 25,20
+39 4 0 2 64 0 | 92 119 262 100 1 39 | 4d138ba4
+    31,54 3,5 20,16 5,3 99,38 4,3
+33 16 0 1000 200 1 | 236 449 305 1 1 33 | e57c0958
+    35,4 12,6 66,4 10,11 34,183 130,228 17,13
+33 16 0 1000 200 0 | 237 449 609 305 1 33 | ff6d0264
+    35,4 12,6 66,4 10,11 34,183 130,228 17,13
+9 16 0.01 1000 200 0 | 92 142 243 86 3 9 | a29fbaf9
+    4,3 50,23 52,84 11,9 16,8 1,3 19,2 4,10
+9 16 0.01 1000 200 1 | 92 142 179 22 3 9 | 260e5be0
+    4,3 50,23 52,84 11,9 16,8 1,3 19,2 4,10
+25 8 0.3 2 200 0 | 149 240 329 61 1 25 | 97b25bc8
+    60,95 67,12 15,17 1,14 27,83 14,10 3,4 81,5
+27 16 0.3 4 200 0 | 282 457 683 129 1 27 | 38718eab
+    104,51 16,16 71,38 197,187 28,105 4,6 8,11 126,43
+27 16 0.3 4 200 1 | 282 457 635 81 1 27 | bb95ddce
+    104,51 16,16 71,38 197,187 28,105 4,6 8,11 126,43
+21 16 0 1000 64 1 | 173 250 786 113 3 21 | b5c1f74c
+    113,103 11,27 167,59 7,14 289,2 14,11 31,18 10,10 30,2 1,4
+21 16 0 1000 64 0 | 176 250 1040 367 3 21 | 94c8f3d6
+    113,103 11,27 167,59 7,14 289,2 14,11 31,18 10,10 30,2 1,4
+10 16 0 4 8192 0 | 166 258 808 265 4 10 | 9acd2b02
+    5,2 98,6 89,27 31,28 18,10 7,24 11,87 13,8 85,28 67,11 119,27
+10 16 0 4 8192 1 | 166 258 648 105 4 10 | d8ea11fd
+    5,2 98,6 89,27 31,28 18,10 7,24 11,87 13,8 85,28 67,11 119,27
+35 16 0 8 8192 0 | 276 521 1297 320 1 35 | c2d8deb3
+    14,40 118,276 7,40 49,26 70,4 90,11 319,24 230,9 44,73 20,17 16,1
+35 16 0 8 8192 1 | 276 521 1009 32 1 35 | 3371d33d
+    14,40 118,276 7,40 49,26 70,4 90,11 319,24 230,9 44,73 20,17 16,1
+9 16 0.01 1000 8192 0 | 99 217 551 221 4 9 | 6097a052
+    30,32 14,19 23,8 4,48 32,27 17,57 74,2 1,2 94,7 29,7 11,2 1,6
+9 16 0.01 1000 8192 1 | 99 217 423 93 4 9 | 45788ccf
+    30,32 14,19 23,8 4,48 32,27 17,57 74,2 1,2 94,7 29,7 11,2 1,6
+37 16 0.05 4 64 1 | 386 599 1177 191 2 37 | d9f88435
+    69,7 137,5 62,202 29,7 41,31 1,2 53,34 8,13 30,13 4,2 419,140 46,116 87,27
+7 4 0.01 4 8192 0 | 63 87 157 42 4 7 | 69f728d8
+    5,1 6,6 24,3 6,3 3,22 21,4 3,1 2,3 1,9 20,6 14,8 4,3 3,8 3,10
+37 16 0.05 1000 8192 1 | 101 388 969 90 1 36 | 3f3ec851
+    137,26 17,20 22,3 5,22 29,1 169,76 8,4 14,25 73,101 11,7 89,71 223,7 69,12 13,13
+21 4 0 1000 200 0 | 142 224 516 153 5 21 | ce1d100e
+    4,10 71,3 56,1 49,22 27,23 12,24 29,12 7,2 10,4 9,11 31,14 1,4 14,65 43,29
+10 16 0.3 4 20 1 | 333 442 765 53 1 10 | 7bf3d82c
+    23,16 23,21 64,8 16,5 110,8 8,31 18,4 46,31 142,12 82,23 1,141 12,114 118,24 49,4
+24 16 0.1 1000 8192 1 | 370 573 1009 20 1 24 | e89d06b0
+    19,14 15,9 32,22 52,4 43,13 2,1 240,82 3,90 194,107 80,6 9,23 7,10 201,24 92,168
+38 4 0 4 64 0 | 114 213 468 65 3 38 | 5e8be559
+    99,33 42,7 4,9 14,26 79,2 4,1 20,11 38,30 2,1 35,71 7,11 7,2 23,4 18,1 11,4
+17 4 0.1 4 64 0 | 195 340 372 204 9 17 | 9c44e72e
+    6,55 15,21 12,30 22,5 2,4 7,19 6,3 16,44 5,55 4,1 2,1 37,9 3,22 20,36 2,6 9,29
+"""
+
+
+def engine_cases():
+    """The recorded runs: arguments for a server, prefix caching, counts, checksum of the trace."""
+    for case in re.split(r"\n(?=\S)", ENGINE.strip()):
+        (options, counts, checksum), *lengths = (
+            case.splitlines()[0].split(" | "),
+            *case.splitlines()[1:],
+        )
+        requests = [tuple(map(int, pair.split(","))) for pair in " ".join(lengths).split()]
+        pages, page_tokens, watermark, running, tokens, caching = options.split()
+        server = int(pages), int(page_tokens), float(watermark), int(running), int(tokens)
+        counts = tuple(map(int, counts.split()))
+        yield requests, server, caching == "1", counts, int(checksum, 16)
+
+
+def scheduler_of(requests, *server):
+    scheduler = lesson.Scheduler(*server)
+    for request in requests:
+        scheduler.add(*request)
+    return scheduler
+
+
+def quickly(
+    requests, pages, page_tokens=16, watermark=0.0, running=None, tokens=None, caching=False
 ):
-    """The scheduler of `serve`, one token and one page at a time, with nothing clever in it."""
-    queue = [
-        {"prompt": p, "output": o, "generated": 0, "pages": 0, "new": True} for p, o in requests
-    ]
-    running, counted, finished, owed = [], [], 0, 0
-    total = dict.fromkeys(
-        ("steps", "generated", "prefilled", "reprefilled", "preempted", "peak_pages"), 0
+    """The quick scheduler's queue, to which one may add, and its steps."""
+    waiting = collections.deque(lesson.QuickRequest(*request) for request in requests)
+    kept_free = lesson.pages_kept_free(watermark, pages)
+    steps = lesson.quick_steps(
+        waiting, pages, page_tokens, kept_free, running or 10**9, tokens or 10**9, caching
     )
-
-    def free():
-        return pages - sum(sequence["pages"] for sequence in running)
-
-    def needed(sequence):
-        return math.ceil((sequence["prompt"] + sequence["generated"] + 1) / page)
-
-    def note_peak():
-        total["peak_pages"] = max(total["peak_pages"], pages - free())
-
-    while queue or running:
-        total["steps"] += 1
-        never_ran = sum(sequence["new"] for sequence in queue)
-        steady = bool(queue) and 2 * (len(requests) - never_ran) >= len(requests)
-        first_time = again = 0
-        while queue:
-            kept_free = math.floor(watermark * pages) if running else 0
-            if needed(queue[0]) + kept_free > free() or len(running) == max_running:
-                break
-            if budget is not None and running and owed >= budget - len(running):
-                break
-            sequence = queue.pop(0)
-            running.append(sequence)
-            sequence["pages"] = needed(sequence)
-            tokens = sequence["prompt"] + sequence["generated"]
-            first_time += tokens if sequence["new"] else 0
-            again += 0 if sequence["new"] else tokens
-            owed += tokens
-            sequence["new"] = False
-        total["prefilled"] += first_time + again
-        total["reprefilled"] += again
-        note_peak()
-        room = owed if budget is None else max(1, budget - len(running))
-        prefill = min(owed, room)
-        owed -= prefill
-        if steady:
-            took = seconds(len(running) + prefill, (pages - free()) * page) if seconds else 1.0
-            counted.append((len(running), pages - free(), first_time, again, took))
-        for sequence in running:
-            sequence["generated"] += 1
-            total["generated"] += 1
-        for sequence in list(running):
-            if sequence["generated"] == sequence["output"]:
-                running.remove(sequence)
-                finished += 1
-        for sequence in list(running):
-            while sequence in running and sequence["pages"] < needed(sequence):
-                if free():
-                    sequence["pages"] += 1
-                    note_peak()
-                else:
-                    queue.insert(0, running.pop())
-                    total["preempted"] += 1
-    assert finished == len(requests)
-    ran, held, first_time, again, took = map(sum, zip(*counted)) if counted else (0,) * 5
-    total["running"] = ran / max(1, len(counted))
-    total["held"] = held / max(1, len(counted)) / pages
-    total["again"] = again / first_time if first_time else 0
-    total["tokens_per_s"] = ran / took if counted else 0
-    return total
+    return waiting, steps
 
 
-def random_servings(seed, n):
-    """Workloads that fit their pools, with pages, watermarks and limits: arguments of serve."""
+def random_servers(seed, n):
+    """Workloads that fit their pools, with pages, watermarks and limits."""
     rng = random.Random(seed)
     for _ in range(n):
         page, pages = rng.choice((1, 2, 3, 5, 16, 1000)), rng.randint(1, 30)
         requests = []
         for _ in range(rng.randint(0, 14)):
-            tokens = rng.randint(1, min(300, pages * page))
-            output = rng.randint(1, tokens)
-            requests.append((tokens - output, output))
+            tokens = rng.randint(2, max(2, min(300, pages * page)))
+            output = rng.randint(1, tokens - 1)
+            if tokens <= pages * page:
+                requests.append((tokens - output, output))
         watermark = rng.choice((0, 0, 0.01, 0.1, 0.3, 0.5, 0.999))
         limits = rng.choice((None, None, 1, 2, 5)), rng.choice((None, None, 1, 3, 40, 400))
         yield requests, pages, page, watermark, *limits
@@ -564,149 +590,127 @@ def random_servings(seed, n):
 class Serving(unittest.TestCase):
     PAGES = 35_328
 
-    def setUp(self):
-        self.chat = lesson.seq_lengths(1500)
-        self.mirror = [(output, prompt) for prompt, output in self.chat]
+    def test_it_makes_the_steps_that_the_engine_made(self):
+        cached = 0
+        for requests, server, caching, counts, checksum in engine_cases():
+            with self.subTest(requests=requests, server=server, caching=caching):
+                served = lesson.serve(requests, *server, prefix_caching=caching)
+                self.assertEqual(served[:6], counts)
+                quick = [
+                    list(step[:5])
+                    for step in islice(quickly(requests, *server, caching)[1], counts[0])
+                ]
+                self.assertEqual(zlib.crc32(json.dumps(quick).encode()), checksum)
+                cached += caching
+                if not caching:
+                    scheduler = scheduler_of(requests, *server)
+                    plain = [list(scheduler.step()[:5]) for _ in range(counts[0])]
+                    self.assertEqual(plain, quick)
+                    self.assertFalse(scheduler.running or scheduler.waiting)
+        self.assertEqual(cached, 12)
 
-    def test_golden_figures(self):
-        golden = {  # watermark: (steps, preempted, re-prefilled) of the chat mix and of its mirror
-            0: ((4932, 116, 133_076), (16_782, 1139, 547_398)),
-            0.01: ((4942, 8, 16_784), (16_782, 417, 195_206)),
-            0.05: ((4993, 0, 0), (16_782, 392, 183_535)),
-            0.15: ((5135, 0, 0), (16_782, 245, 122_728)),
-        }
-        for watermark, rows in golden.items():
-            for requests, row in zip((self.chat, self.mirror), rows):
-                served = lesson.serve(requests, self.PAGES, watermark=watermark)
-                self.assertEqual((served.steps, served.preempted, served.reprefilled), row)
-                self.assertEqual(served.generated, sum(output for _, output in requests))
-                prompts = sum(prompt for prompt, _ in requests)
-                self.assertEqual(served.prefilled - served.reprefilled, prompts)
+    def test_the_quick_scheduler_makes_the_steps_of_the_plain_one(self):
+        preempted = 0
+        for i, (requests, *server) in enumerate(random_servers(7, 400)):
+            rng = random.Random(i)
+            scheduler = scheduler_of(requests, *server)
+            waiting, steps = quickly(requests, *server)
+            with self.subTest(requests=requests, server=server):
+                for _ in range(60 if i % 2 else 10**6):
+                    if i % 2 and requests and rng.random() < 0.2:  # somebody comes in between
+                        request = rng.choice(requests)
+                        scheduler.add(*request)
+                        waiting.append(lesson.QuickRequest(*request))
+                    if not (scheduler.waiting or scheduler.running):
+                        break
+                    step = scheduler.step()
+                    self.assertEqual(step, next(steps))
+                    preempted += step.preempted
+        self.assertGreater(preempted, 300)
 
-    def test_the_sweep(self):
-        golden = {  # (at most, kept free): (running, held, preempted, again, tokens/s), chat, long
-            (350, 0): ((350.0, 81.1, 0, 0.0, 6054), (350.0, 77.2, 0, 0.0, 12_696)),
-            (400, 0): ((399.9, 92.3, 7, 0.2, 6071), (400.0, 88.5, 0, 0.0, 12_672)),
-            (425, 0): ((421.9, 97.2, 68, 2.7, 5980), (424.8, 94.3, 149, 7.1, 12_506)),
-            (450, 0): ((432.5, 99.6, 191, 8.1, 5763), (438.6, 97.3, 1260, 57.2, 11_545)),
-            (500, 0): ((433.1, 99.8, 303, 10.6, 5675), (449.7, 99.6, 3695, 133.8, 10_290)),
-            (500, 0.01): ((428.8, 98.8, 0, 0.0, 6033), (447.6, 98.9, 241, 9.0, 12_434)),
-            (500, 0.05): ((410.9, 94.8, 0, 0.0, 6066), (430.9, 95.3, 0, 0.0, 12_625)),
+    def test_nothing_is_lost_between_steps(self):
+        for requests, *server in random_servers(8, 150):
+            scheduler, generated, computed = scheduler_of(requests, *server), 0, 0
+            while scheduler.waiting or scheduler.running:
+                step = scheduler.step()
+                generated += step.generated
+                computed += step.computed - step.prefilled
+                tables = [page for request in scheduler.running for page in request.sequence.table]
+                self.assertEqual(len(tables), len(set(tables)))
+                self.assertEqual(len(tables), scheduler.pool.held)
+                self.assertLessEqual(len(scheduler.running), step.running)
+                self.assertLessEqual(step.computed, server[4] or math.inf)
+            self.assertEqual(generated, sum(output for _, output in requests))
+            self.assertEqual(scheduler.pool.held, 0)
+
+    def test_the_sweep_is_the_engines(self):
+        golden = {  # (at most, kept free): (steps, preempted, running, held, again, tok/s) by mix
+            (350, 0): ((6161, 0, 350.0, 81.0, 0.0, 6059), (13_722, 0, 350.0, 77.2, 0.0, 12_706)),
+            (400, 0): ((5681, 8, 400.0, 92.3, 0.2, 6081), (12_418, 0, 400.0, 88.4, 0.0, 12_682)),
+            (425, 0): ((5497, 66, 422.0, 97.2, 3.8, 5954), (11_869, 139, 424.8, 94.2, 5.9, 12_538)),
+            (450, 0): (
+                (5385, 169, 432.8, 99.6, 7.8, 5788), (11_506, 1333, 438.8, 97.3, 59.1, 11_521)
+            ),
+            (500, 0): (
+                (5342, 305, 433.5, 99.8, 8.6, 5752), (11_211, 3691, 449.8, 99.6, 135.9, 10_278)
+            ),
+            (500, 0.01): (
+                (5371, 0, 429.1, 98.8, 0.0, 6042), (11_277, 221, 447.8, 98.9, 8.5, 12_431)
+            ),
+            (500, 0.05): (
+                (5502, 0, 411.3, 94.8, 0.0, 6069), (11_570, 0, 431.2, 95.3, 0.0, 12_641)
+            ),
+        }  # fmt: skip
+        cached = {  # with prefix caching: (preempted, again, tok/s)
+            (425, 0): ((66, 1.9, 6020), (139, 5.7, 12_542)),
+            (450, 0): ((172, 4.2, 5904), (1320, 54.9, 11_596)),
+            (500, 0): ((306, 5.3, 5862), (3691, 127.7, 10_395)),
+            (500, 0.01): ((0, 0.0, 6042), (221, 8.5, 12_431)),
         }
-        mixes = lesson.mixes(lesson.seq_lengths(4000))
+        mixes = lesson.mixes(lesson.seq_lengths(4000)).values()
         for (most, free), rows in golden.items():
-            for requests, row in zip((mixes["chat"], mixes["long"]), rows):
+            for requests, row in zip(mixes, rows):
                 served = lesson.serve(requests, self.PAGES, 16, free, most, 8192)
-                got = (
-                    round(served.running, 1), round(served.held * 100, 1), served.preempted,
-                    round(served.again * 100, 1), round(served.tokens_per_s),
-                )  # fmt: skip
-                self.assertEqual(got, row)
-        for mix, most, rate in (
-            ("chat", 69, 3790), ("long", 69, 5327), ("chat", 276, 5957), ("long", 276, 12_403)
-        ):  # fmt: skip
-            served = lesson.serve(mixes[mix], self.PAGES, 16, 0, most, 8192)
-            self.assertEqual(round(served.tokens_per_s), rate)
+                self.assertEqual(self.printed(served), row)
+                self.assertEqual(served.generated, sum(output for _, output in requests))
+        for (most, free), rows in cached.items():
+            for requests, row in zip(mixes, rows):
+                served = lesson.serve(
+                    requests, self.PAGES, 16, free, most, 8192, prefix_caching=True
+                )
+                _, preempted, _, _, again, rate = self.printed(served)
+                self.assertEqual((preempted, again, rate), row)
+
+    def printed(self, served):
+        return (
+            served.steps, served.preempted, round(served.running, 1), round(served.held * 100, 1),
+            round(served.again * 100, 1), round(served.tokens_per_s),
+        )  # fmt: skip
 
     def published(self, seed):
         """A draw of the workload of vLLM's pull request 44594."""
         rng = random.Random(seed)
         return [(rng.randint(800, 1200), rng.randint(4000, 6000)) for _ in range(450)]
 
-    def test_against_the_engine_measured_in_vllm_pull_request_44594(self):
+    def test_pull_request_44594(self):
         pages = lesson.budget_tokens(16, lesson.kv_bytes(QWEN_7B)) // 16
         self.assertEqual(pages, 18_724)
-        simulated = [
-            lesson.serve(self.published(0), pages, watermark=watermark, max_running=128).preempted
-            for watermark in lesson.WATERMARKS
-        ]
-        self.assertEqual(simulated, [1003, 379, 229, 188, 178])
-        for ours, measured in zip(simulated, lesson.MEASURED):
-            self.assertLess(abs(ours - measured) / measured, 0.25)
-
-    def test_the_range_over_draws(self):
-        # 100 draws take a quarter of a minute: see EVERY_DRAW.
-        draws = 100 if EVERY_DRAW else 8
-        for watermark, (low, high) in zip(lesson.WATERMARKS, lesson.SIMULATED):
-            counts = sorted(
-                lesson.serve(self.published(seed), 18_724, 16, watermark, 128).preempted
-                for seed in range(draws)
-            )
+        engine = (1067, 391, 247, 179, 139)  # its own scheduler on draw 5; measured: another draw
+        draws = range(100) if EVERY_DRAW else (5, 0, 1)
+        for i, watermark in enumerate(lesson.WATERMARKS):
+            counts = [
+                lesson.serve(self.published(seed), pages, 16, watermark, 128, 8192).preempted
+                for seed in draws
+            ]
+            low, high = lesson.SIMULATED[i]
             if EVERY_DRAW:
+                counts.sort()
                 self.assertEqual((counts[5], counts[-6]), (low, high))
-            inside = sum(low <= count <= high for count in counts)
-            self.assertGreaterEqual(inside, 0.75 * draws)
-
-    def compare(self, served, expected):
-        self.assertEqual(set(expected), set(served._fields))
-        for field, value in expected.items():
-            if isinstance(value, int):
-                self.assertEqual(getattr(served, field), value, field)
             else:
-                self.assertAlmostEqual(getattr(served, field), value, 9, field)
-
-    def test_step_by_step(self):
-        for i, serving in enumerate(random_servings(7, 1200)):
-            with self.subTest(serving):
-                seconds = [lambda tokens, held: 1.0, lambda tokens, held: 1 + tokens + held / 7][
-                    i % 2
-                ]
-                served = lesson.serve(*serving, step_seconds=seconds)
-                self.compare(served, step_by_step(*serving, seconds=seconds))
-
-    def test_step_by_step_on_a_scarce_pool(self):
-        # Long answers on few pages: preempted again and again, and in every order.
-        rng = random.Random(8)
-        for page in (1, 4, 16):
-            pages = 240 // page
-            requests = [(rng.randint(0, 9), rng.randint(1, 200)) for _ in range(60)]
-            served = lesson.serve(iter(requests), pages, page, step_seconds=lambda *of: 1.0)
-            self.compare(served, step_by_step(requests, pages, page))
-            self.assertGreater(served.preempted, 50)
-
-    def test_it_counts_as_many_pages_as_a_pool_hands_out(self):
-        for requests, pages, page, _, most, _ in random_servings(9, 150):
-            pool, waiting, running = lesson.PagePool(pages, page), list(requests), []
-            generated = dict.fromkeys(range(len(waiting)), 0)
-            waiting = [(i, *request) for i, request in enumerate(waiting)]
-            steps = preempted = 0
-            while waiting or running:
-                while waiting and len(running) != most:
-                    i, prompt, _ = waiting[0]
-                    try:
-                        running.append((*waiting[0], pool.allocate(prompt + generated[i] + 1)))
-                    except lesson.OutOfPages:
-                        break
-                    del waiting[0]
-                steps += 1
-                for i, _, output, sequence in list(running):
-                    generated[i] += 1
-                    if generated[i] == output:
-                        pool.release(sequence)
-                running = [row for row in running if generated[row[0]] < row[2]]
-                grown = 0
-                while grown < len(running):
-                    try:
-                        pool.append(running[grown][3])
-                        grown += 1
-                    except lesson.OutOfPages:
-                        *request, sequence = running.pop()
-                        pool.release(sequence)
-                        waiting.insert(0, tuple(request))
-                        preempted += 1
-            served = lesson.serve(requests, pages, page, max_running=most)
-            self.assertEqual((served.steps, served.preempted), (steps, preempted))
-
-    def test_the_default_step_time_is_the_roofline(self):
-        requests = lesson.seq_lengths(300)
-
-        def roofline(tokens, held):
-            return max(140e9 / 13.4e12, tokens * 140e9 / 3.958e15) + held * 327_680 / 13.4e12
-
-        served = lesson.serve(requests, 2000, max_batched_tokens=2048)
-        self.assertGreater(served.tokens_per_s, 0)
-        expected = step_by_step(requests, 2000, budget=2048, seconds=roofline)
-        self.assertAlmostEqual(served.tokens_per_s / expected["tokens_per_s"], 1, 9)
+                self.assertEqual(counts[0], engine[i])
+                self.assertGreater(min(counts), 0.9 * low)
+                self.assertLess(max(counts), 1.1 * high)
+            self.assertLess(abs(counts[0] - lesson.MEASURED[i]) / lesson.MEASURED[i], 0.35)
 
     def test_step_times_of_ones_own(self):
         requests, calls = [(3, 5)] * 40, []
@@ -716,12 +720,19 @@ class Serving(unittest.TestCase):
             return 2
 
         served = lesson.serve(requests, 9, 4, step_seconds=measured)
-        self.assertAlmostEqual(served.tokens_per_s, served.running / 2)
         self.assertAlmostEqual(sum(held for _, held in calls) / len(calls) / 36, served.held)
         self.assertLess(len(calls), served.steps)  # neither the first flood nor the drain
-        twice = partial(lesson.step_seconds, kv_per_token=2 * lesson.KV_PER_TOKEN)
-        slower = lesson.serve(requests, 9, 4, step_seconds=twice)
-        self.assertLess(slower.tokens_per_s, lesson.serve(requests, 9, 4).tokens_per_s)
+        scheduler, generated, seen = scheduler_of(requests, 9, 4), 0, 0
+        entered = 0
+        while scheduler.waiting or scheduler.running:
+            counts = bool(scheduler.waiting) and entered >= 20
+            step = scheduler.step()
+            entered += step.entered
+            if counts:
+                self.assertEqual(calls[seen], (step.computed, step.held * 4))
+                generated, seen = generated + step.generated, seen + 1
+        self.assertEqual(seen, len(calls))
+        self.assertAlmostEqual(served.tokens_per_s, generated / (2 * seen))
         for wrong, error in (
             (0, ValueError), (0.0, ValueError), (-1.0, ValueError), (math.nan, ValueError),
             (math.inf, ValueError), ("1", TypeError), (None, TypeError),
@@ -729,17 +740,52 @@ class Serving(unittest.TestCase):
             with self.assertRaisesRegex(error, "what step_seconds returns must be"):
                 lesson.serve(requests, 9, 4, step_seconds=lambda *of, wrong=wrong: wrong)
 
-    def test_a_cap_of_one_serves_one_by_one(self):
-        served = lesson.serve(self.chat[:50], self.PAGES, max_running=1)
-        self.assertEqual(served.steps, served.generated)
-        self.assertEqual(served.peak_pages, max(math.ceil((p + o) / 16) for p, o in self.chat[:50]))
+    def test_memory_does_not_grow_with_the_steps(self):
+        tracemalloc.start()
+        lesson.serve([(1, 30_000)] * 6, 100_000, max_running=3)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        self.assertLess(peak, 100_000)
 
-    def test_no_requests(self):
+    def test_no_requests_and_one_that_just_fits(self):
         self.assertEqual(lesson.serve([], 1), (0,) * 10)
+        self.assertEqual(lesson.serve([(1, 31)], 2)[:6], (31, 31, 1, 0, 0, 2))
+        self.assertEqual(lesson.serve([(4, 6), (4, 6)], 4, 4)[:6], (7, 12, 17, 9, 1, 4))
 
-    def test_a_request_that_just_fits(self):
-        served = lesson.serve([(0, 32)], 2)
-        self.assertEqual(served, (32, 32, 0, 0, 0, 2, 0, 0, 0, 0))
+    def test_a_burst_from_which_a_server_does_not_return(self):
+        seeds, minutes = (range(7), 40) if EVERY_DRAW else ((5,), 14)
+        waits = []
+        for seed in seeds:
+            thrashing, kept = (self.burst(seed, free, minutes) for free in (0, 0.05))
+            waits.append(thrashing[-1])
+            self.assertGreater(thrashing[-1], thrashing[2] + 100)
+            self.assertEqual(set(kept[2:]), {0})  # from 400 s after the burst on
+        if EVERY_DRAW:
+            spread = min(waits), statistics.median(waits), max(waits)
+            self.assertEqual(spread, lesson.BURST_WAITING)
+
+    def burst(self, seed, kept_free, minutes):
+        """How many wait, every 200 s: Poisson arrivals at 90% of capacity, and 500 after 200 s."""
+        requests = iter(lesson.mixes(lesson.seq_lengths(60_000, seed))["long"])
+        arrivals = random.Random(seed)
+        waiting, steps = quickly([], self.PAGES, 16, kept_free, 1024, 8192)
+        seconds, coming, burst, waits = 0.0, arrivals.expovariate(12.3), 500, []
+
+        def come():
+            waiting.append(lesson.QuickRequest(*(max(1, tokens) for tokens in next(requests))))
+
+        while seconds < minutes * 60:
+            while coming <= seconds:
+                come()
+                coming += arrivals.expovariate(12.3)
+            while burst and seconds >= 200:
+                come()
+                burst -= 1
+            running, computed, _, held, *_ = next(steps)
+            seconds = seconds + lesson.step_seconds(computed, held * 16) if running else coming
+            if seconds >= 200 * (len(waits) + 1):
+                waits.append(len(waiting))
+        return waits
 
 
 class WhatTheBatchBuys(unittest.TestCase):
@@ -757,12 +803,31 @@ class WhatTheBatchBuys(unittest.TestCase):
     def test_each_parameter_of_a_step(self):
         # 1 KB of KV and 1 GB of weights at 1 GB/s a GPU; 2 GFLOP a token at 1 GFLOP/s a GPU.
         card = {"kv_per_token": 1000, "n_params": 5e8, "flops_per_gpu": 1e9, "gb_per_s": 1}
-        for tokens, held, tp, mfu, seconds in (
-            (0, 0, 1, 1, 1), (1, 0, 1, 1, 1), (3, 0, 1, 1, 3), (3, 0, 2, 1, 1.5),
-            (3, 0, 1, 0.5, 6), (0, 10**6, 1, 1, 2), (0, 10**6, 4, 1, 0.5), (2.5, 0.5e6, 1, 1, 3),
+        for tokens, held, options, seconds in (
+            (0, 0, {}, 1), (1, 0, {}, 1), (3, 0, {}, 3), (3, 0, {"mfu": 0.5}, 6),
+            (0, 10**6, {}, 2), (2.5, 0.5e6, {}, 3), (3, 0, {"tp": 2}, 1.5),
+            (0, 10**6, {"tp": 4}, 0.5), (0, 10**6, {"mbu": 0.5}, 4), (3, 0, {"mbu": 0.5}, 3), (1, 0, {"mbu": 0.5}, 2),
+            (3, 0, {"active_params": 2.5e8}, 1.5), (1, 0, {"active_params": 1e8}, 1),
+            (1, 0, {"weight_bytes": 4}, 2), (3, 0, {"weight_bytes": 1}, 3),
         ):  # fmt: skip
-            got = lesson.step_seconds(tokens, held, tp=tp, mfu=mfu, **card)
+            got = lesson.step_seconds(tokens, held, **{"tp": 1, **card, **options})
             self.assertAlmostEqual(got, seconds)
+
+    def test_the_ridge_is_where_both_take_as_long(self):
+        self.assertEqual(round(lesson.ridge_tokens(), 1), 295.4)
+        self.assertEqual(round(lesson.ridge_tokens(mfu=0.5, mbu=0.8)), 185)
+        deepseek = {"n_params": 671e9, "active_params": 37e9}
+        self.assertEqual(round(lesson.ridge_tokens(**deepseek)), 5357)
+        self.assertEqual(round(lesson.ridge_tokens(**deepseek, gb_per_s=4800)), 3738)
+        fp8 = {"weight_bytes": 1, "flops_per_gpu": 1979e12}
+        for card in ({}, deepseek, fp8, {"mfu": 0.3, "mbu": 0.7}, {"gb_per_s": 900}):
+            ridge = lesson.ridge_tokens(**card)
+            read, computed = (
+                lesson.step_seconds(0, 0, **card),
+                lesson.step_seconds(2 * ridge, 0, **card),
+            )
+            self.assertAlmostEqual(computed / read, 2)
+            self.assertAlmostEqual(lesson.step_seconds(ridge, 0, **card), read)
 
     def test_the_four_allocators_in_decode(self):
         requests = lesson.seq_lengths(4000)
@@ -776,130 +841,139 @@ class WhatTheBatchBuys(unittest.TestCase):
             self.assertEqual((round(seconds * 1e3, 1), round(row.batch / seconds)),
                              (milliseconds, rate))  # fmt: skip
 
-    def test_resident_tokens_against_a_count(self):
-        # Every sequence at the beginning of every step that it runs, and the half token on average
-        # that the step adds.
-        requests = [(rng_prompt, output) for rng_prompt, output in lesson.seq_lengths(50)]
-        held = [prompt + i + 0.5 for prompt, output in requests for i in range(output)]
-        self.assertAlmostEqual(lesson.resident_tokens(requests), statistics.mean(held))
-        self.assertEqual(round(lesson.resident_tokens(lesson.seq_lengths(4000)), 1), 1291.3)
-        long = lesson.mixes(lesson.seq_lengths(4000))["long"]
-        self.assertEqual(round(lesson.resident_tokens(long)), 1236)
-        self.assertEqual(max(output for _, output in long), 4096)
+    def test_closed_forms_against_the_scheduler(self):
+        for mix, requests in lesson.mixes(lesson.seq_lengths(4000)).items():
+            served = lesson.serve(requests, 35_328, 16, 0, 350, 8192)
+            each = served.held * 35_328 * 16 / 350
+            self.assertAlmostEqual(each / lesson.resident_tokens(requests), 1, delta=0.03, msg=mix)
+        chat = lesson.seq_lengths(4000)
+        served = lesson.serve(chat, 35_328, 16, 0, 1024, 1024)
+        self.assertAlmostEqual(served.running / lesson.step_fills(chat, 1024), 1, delta=0.03)
+        self.assertEqual(lesson.step_fills([(30, 10)], 400), 100)
+        self.assertEqual(lesson.resident_tokens([(100, 10)], 4), 107)
+
+    def test_the_levers_in_closed_form_against_the_scheduler(self):
+        requests = lesson.seq_lengths(4000)
+        levers = lesson.pull_levers(lesson.parts(), requests)
+        for name, options in (
+            ("16-bit weights and KV", {}),
+            ("FP8 weights, arithmetic", {"weight_bytes": 1, "flops_per_gpu": 1979e12}),
+            ("FP8 KV", {"kv_per_token": 163_840}),
+            ("an H200, 16 bits", {"gb_per_s": 4800}),
+        ):
+            kv = options.get("kv_per_token", 327_680)
+            clock = partial(lesson.step_seconds, **options)
+            for (mix, lengths), rate in zip(lesson.mixes(requests).items(), levers[name][3:]):
+                tokens = lesson.budget_tokens(levers[name].kv_gib, kv)
+                served = lesson.serve(lengths, tokens // 16, 16, 0.05, 1024, 8192, clock)
+                self.assertAlmostEqual(rate / served.tokens_per_s, 1, delta=0.05, msg=(name, mix))
 
 
 class RangesOverSeeds(unittest.TestCase):
     """The constants beside the blocks that say what another seed would give."""
 
     def check(self, spread, values, digits):
-        got = min(values), statistics.median(values), max(values)
-        self.assertEqual(tuple(round(value, digits) for value in got), spread)
+        got = [
+            round(value, digits) for value in (min(values), statistics.median(values), max(values))
+        ]
+        if EVERY_DRAW:
+            self.assertEqual(tuple(got), tuple(round(figure, digits) for figure in spread))
+        else:  # of some draws only
+            self.assertGreaterEqual(got[0], round(spread[0], digits))
+            self.assertLessEqual(got[2], round(spread[2], digits))
 
     def test_allocators(self):
-        # No draw admits more than 600 requests, and a shorter workload is the start of a longer.
-        waste, batch, ratio, worth, worth_2048 = [], [], [], [], []
-        for seed in range(200):
-            requests = lesson.seq_lengths(600, seed)
+        # No draw admits more than 1,300 requests, and a shorter workload is the start of a longer.
+        waste, batch, ratio, inside = [], [], [], []
+        for seed in range(200) if EVERY_DRAW else (0, 9, 70):
+            requests = lesson.seq_lengths(1300, seed)
             reserved, pages = lesson.contiguous(requests, 8192), lesson.paged(requests)
-            small = lesson.contiguous(requests, 2048)
             waste.append(reserved.waste)
             batch.append(pages.batch)
             ratio.append(pages.batch / reserved.batch)
-            rate, small_rate, pages_rate = (
-                row.batch / lesson.step_seconds(row.batch, row.logical_tokens)
-                for row in (reserved, small, pages)
-            )
-            worth.append(pages_rate / rate)
-            worth_2048.append(small_rate / rate)
-        self.assertLess(max(batch), 600)
+            inside.append(lesson.shared_prefix(requests, 2048).batch)
+        self.assertLess(max(inside), 1300)
         self.check(lesson.WASTE_AT_8192, waste, 3)
         self.check(lesson.BATCH_IN_PAGES, batch, 0)
         self.check(lesson.PAGES_OVER_8192, ratio, 1)
-        self.check(lesson.WORTH_OF_PAGES, worth, 1)
-        self.check(lesson.WORTH_OF_2048, worth_2048, 1)
-
-    def test_a_prefix_of_2k(self):
-        inside, each, once = [], [], []
-        for seed in range(200):
-            requests = lesson.seq_lengths(1300, seed)
-            inside.append(lesson.shared_prefix(requests, 2048).batch)
-            ahead = [(2048 + prompt, output) for prompt, output in requests]
-            each.append(lesson.paged(ahead).batch)
-            once.append(lesson.shared_prefix(ahead, 2048).batch)
-        self.assertLess(max(inside), 1300)
         self.check(lesson.BATCH_BEHIND_2K, inside, 1)
-        self.check(lesson.BATCH_2K_EACH, each, 0)
-        self.check(lesson.BATCH_2K_ONCE, once, 0)
 
     def test_a_shared_prefix(self):
-        saved = [
-            lesson.shared_prefix(lesson.prefixed_lengths(64, 4096, seed), 4096, 1).saved
-            for seed in range(200)
-        ]
-        self.check(lesson.SAVED_BEHIND_4096, saved, 3)
-        self.check(lesson.EXTRA_BEHIND_4096, [1 / (1 - share) for share in saved], 1)
-        self.assertEqual(max(saved), saved[9])  # the lesson's draw is the luckiest
+        saved = [1 - self.stored(seed) for seed in range(2000)]
+        luckiest = sorted(saved)[-1]
+        self.assertEqual(luckiest, saved[9])  # the lesson's draw
+        got = [round(figure, 3) for figure in (min(saved[:200]), max(saved[:200]))]
+        self.assertEqual(got, [lesson.SAVED_BEHIND_4096.least, lesson.SAVED_BEHIND_4096.most])
         many = lesson.prefixed_lengths(10**5, 0, seed=1)
         self.assertAlmostEqual(statistics.mean(map(sum, many)), lesson.MEAN_PRIVATE, delta=4)
         for n, prefix, share in ((64, 4096, 0.866), (64, 512, 0.471), (256, 512, 0.476)):
             self.assertEqual(round(lesson.expected_saving(n, prefix), 3), share)
-            alike = [(prefix + 7, 93)] * n
-            saved = lesson.shared_prefix(alike, prefix, 1, budget_gib=400).saved
-            self.assertAlmostEqual(lesson.expected_saving(n, prefix, 100), saved)
-        self.assertEqual(lesson.expected_saving(0, 100), 0)
-        self.assertEqual(lesson.expected_saving(3, 0, private=0), 0)
+
+    def stored(self, seed):
+        """The share of 64 requests' tokens that is stored, the prefix of 4,096 once."""
+        private = sum(map(sum, lesson.prefixed_lengths(64, 0, seed)))
+        return (4096 + private) / (64 * 4096 + private)
 
     def test_the_cliff(self):
-        runs, swings = {}, []
-        for seed in range(10):
+        again, lost, lost_cached = {}, {}, {}
+        for seed in range(50) if EVERY_DRAW else (9,):
             for mix, requests in lesson.mixes(lesson.seq_lengths(4000, seed)).items():
-                for most, free in lesson.SWEEP:
-                    held = []
-
-                    def recording(tokens, held_tokens, held=held):
-                        held.append(held_tokens / 16 / 35_328)
-                        return lesson.step_seconds(tokens, held_tokens)
-
-                    row = lesson.serve(requests, 35_328, 16, free, most, 8192, recording)
-                    runs.setdefault((mix, most, free), []).append(row)
-                    if most == 400:
-                        swings.append(statistics.pstdev(held) * 100)
-        self.check(lesson.SWING, swings, 1)
+                rows = [
+                    lesson.serve(requests, 35_328, 16, free, most, 8192)
+                    for most, free in lesson.SWEEP
+                ]
+                for i, row in enumerate(rows):
+                    again.setdefault((mix, i), []).append(round(row.again * 100, 1))
+                cached = lesson.serve(requests, 35_328, 16, 0, 500, 8192, prefix_caching=True)
+                best = max(
+                    row.tokens_per_s for row, (_, free) in zip(rows, lesson.SWEEP) if not free
+                )
+                for losses, row in ((lost, rows[4]), (lost_cached, cached)):
+                    losses.setdefault(mix, []).append(round(100 - 100 * row.tokens_per_s / best, 1))
         for mix in ("chat", "long"):
-            for (most, free), spread in zip(lesson.SWEEP, lesson.AGAIN[mix]):
-                again = [row.again * 100 for row in runs[mix, most, free]]
-                self.check(spread, again, 1)
-            at_500 = [row.tokens_per_s for row in runs[mix, 500, 0]]
-            best = [
-                max(rows) for rows in zip(*(
-                    [row.tokens_per_s for row in runs[mix, most, free]]
-                    for most, free in lesson.SWEEP if not free
-                ))
-            ]  # fmt: skip
-            loss = [100 - 100 * rate / most for rate, most in zip(at_500, best)]
-            self.check(lesson.LOSS[mix], loss, 1)
-            for most, free, kept in ((500, 0.05, 0.98), (400, 0, 0.98), (500, 0.01, 0.97)):
-                for served, rate in zip(runs[mix, most, free], best):
-                    self.assertGreater(served.tokens_per_s, kept * rate)
-            for seed, most in enumerate(best):  # a tenth fewer than fill the pool
-                requests = lesson.mixes(lesson.seq_lengths(4000, seed))[mix]
-                fewer = int(0.9 * 565_248 / lesson.resident_tokens(requests))
-                served = lesson.serve(requests, 35_328, 16, 0, fewer, 8192)
-                self.assertGreater(served.tokens_per_s, 0.97 * most)
-            unlimited = lesson.serve(lesson.mixes(lesson.seq_lengths(4000))[mix], 35_328, 16, 0,
-                                     None, 8192)  # fmt: skip
-            self.assertAlmostEqual(unlimited.tokens_per_s / at_500[5], 1, delta=0.04)
+            for i, spread in enumerate(lesson.AGAIN[mix]):
+                self.check(spread, again[mix, i], 2)
+            self.check(lesson.LOSS[mix], lost[mix], 2)
+            self.check(lesson.LOSS_CACHED[mix], lost_cached[mix], 2)
 
-    def test_prefill_in_the_same_steps(self):
-        worth = []
-        for seed in range(10):
-            requests = lesson.seq_lengths(4000, seed)
-            slots, pages = (
-                lesson.serve(requests, 35_328, 16, free, most, 8192).tokens_per_s
-                for free, most in ((0, 69), (0.05, 500))
-            )
-            worth.append(pages / slots)
-        self.check(lesson.WORTH_WITH_PREFILL, worth, 2)
+    def test_what_pages_are_worth_with_prefill(self):
+        below = partial(lesson.step_seconds, mfu=0.5, mbu=0.8)
+        for spread, clock, step_tokens in (
+            (lesson.WORTH_AT_THE_PEAK, lesson.step_seconds, 8192),
+            (lesson.WORTH_BELOW_IT, below, 8192),
+            (lesson.WORTH_IN_SMALL_STEPS, lesson.step_seconds, 512),
+        ):
+            worth = []
+            for seed in range(50) if EVERY_DRAW else (5,):
+                requests = lesson.seq_lengths(4000, seed)
+                slots, pages = (
+                    lesson.serve(requests, 35_328, 16, free, most, step_tokens, clock).tokens_per_s
+                    for free, most in ((0, 69), (0.05, 500))
+                )
+                worth.append(pages / slots)
+            self.check(spread, worth, 2)
+
+    def test_what_the_rules_cost(self):
+        for (mix, share), costs in zip(lesson.RULES, lesson.RULES_COST):
+            if not EVERY_DRAW and share != 1 / 8:
+                continue
+            pages, worst = int(35_328 * share), [[0.0, 0.0] for _ in range(5)]
+            for seed in range(3) if EVERY_DRAW else (0,):
+                requests = lesson.mixes(lesson.seq_lengths(6000, seed))[mix]
+                n = pages * 16 / lesson.resident_tokens(requests)
+                rules = (0, None), (0.01, None), (0.05, None), (0, int(0.9 * n)), (
+                    0, int(n - 2 * math.sqrt(n)))  # fmt: skip
+                rows = [lesson.serve(requests, pages, 16, free, most, 8192) for free, most in rules]
+                best = max(row.tokens_per_s for row in rows)
+                for cell, row in zip(worst, rows):
+                    cell[0] = max(cell[0], 100 * row.again)
+                    cell[1] = max(cell[1], 100 - 100 * row.tokens_per_s / best)
+            for cell, stated in zip(worst, costs):
+                for got, figure in zip(cell, stated):
+                    if EVERY_DRAW:
+                        self.assertEqual(round(got, 1), figure)
+                    else:
+                        self.assertLessEqual(round(got, 1), figure)
 
     def test_tokens_prefilled_again_by_the_assumed_curve(self):
         tokens = [lesson.preempted_tokens(0.95, seed=seed) for seed in range(200)]
