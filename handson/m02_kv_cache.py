@@ -855,8 +855,8 @@ fall under load. At 50% MFU the break-even is {at_half:.2f} GB/s, and the drive 
 PCIe 4 drives do. FP8 KV halves the break-even to {fp8:.2f} GB/s.
 
 Each tier is one link that feeds all four GPUs. If each GPU loads its part of the KV over its own
-link, the break-even of a link is {by_link:.2f} GB/s at any TP. (TP1 shows the pattern only: one
-card does not hold these weights.)
+link, the break-even of a link is {by_link:.2f} GB/s at any TP, up to as many GPUs as KV heads. (TP1
+shows the pattern only: one card does not hold these weights.)
 
 The prefix length cancels, at 2N FLOP a token. Fetch time at 1 GB/s divided by recompute time is
 {bars} tokens.
@@ -1422,8 +1422,8 @@ def six_steps() -> str:
         held = f"{scheduler.pool.held} of {scheduler.pool.pages}"
         lines.append((step, *tables, held, remark))
     return table(
-        "    step  table of a     table of b     of c      held   what happened",
-        "{:>8}  {:<15}{:<15}{:<8}{:>6}   {}",
+        "    step  table of a    table of b    of c      held   what happened",
+        "{:>8}  {:<14}{:<14}{:<8}{:>6}   {}",
         lines,
     )
 
@@ -1732,7 +1732,7 @@ def interview(s: Parts, rows: dict[str, Allocation]) -> Iterator[str]:
     reserved, _, in_pages, _ = rows.values()
     per_token = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
     yield f"A token of a 70B model with GQA-8 holds {per_token // 1024} KiB of KV in 16 bits."
-    yield f"Reserving 8k tokens for every sequence wastes {reserved.waste:.0%} of it on a chat mix."
+    yield f"Reserving 8k tokens for every sequence wastes {reserved.waste:.0%} of the KV memory, on this mix."
     yield (
         f"Pages hold {in_pages.batch / reserved.batch:.0f}x that batch, and nobody need know how"
         " long an answer gets."
