@@ -3341,245 +3341,171 @@ def model_table(path: str, budget_gib: float | None, s: Parts) -> None:
 
 # --------------------------------------------------------------------------------------- predict
 
+SIZES = {"": 1, "b": 1, "bytes": 1, "kb": 1e3, "mb": 1e6, "k": 2**10, "kib": 2**10, "mib": 2**20}
+SHARES = {"": 1, "%": 0.01, "percent": 0.01}
+FACTORS = {"": 1, "x": 1, "times": 1}
+RATES = {"": 1, "gb/s": 1, "mb/s": 1e-3, "tb/s": 1e3, "gib/s": 2**30 / 1e9, "Gb/s": 0.125}
+FACTOR = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
+GUESS = re.compile(rf"({FACTOR}(?:\s*[*x\u00d7]\s*{FACTOR})*)\s*(.*)")
+CLOSE = 1 / 0.95  # times too high or too low: 160 KB means 160 KiB
+
 
 class Question(NamedTuple):
-    """One of the six predictions, with the mechanism's answer."""
+    """A number to guess before reading, with the mechanism's answer."""
 
     block: int  # where it is explained
+    units: Mapping[str, float]  # what a guess may be in, and how much of the answer's unit that is
+    example: str  # of a guess
     answer: float
-    units: dict[str, float]  # what a guess may be in, and how much of the answer's unit that is
-    printed: str  # the answer as the lesson prints it
-    learned: str  # what it comes to, in a few words
     text: str
-    why: dict[float, str]  # well-known wrong answers, and what is wrong with them
-
-
-SIZES = {"": 1, "b": 1, "byte": 1, "bytes": 1, "k": 2**10, "kb": 1e3, "kib": 2**10}
-SIZES.update({"m": 2**20, "mb": 1e6, "mib": 2**20, "gb": 1e9, "gib": 2**30})
-SHARES = {"": 1, "%": 0.01, "percent": 0.01, "pct": 0.01, "points": 0.01}
-FACTORS = {"": 1, "x": 1, "times": 1, "fold": 1, "%": 0.01}
-RATES = {"": 1, "gb/s": 1, "gb": 1, "gib/s": 2**30 / 1e9, "mb/s": 1e-3, "tb/s": 1e3}
-RATES["gbit/s"] = 1 / 8
-DEPENDS = "And does it, so counted, depend on the length of the prefix? (yes or no)"
+    fact: str  # the answer as a sentence
+    turns: dict[float, str]  # where a wrong turn leads, and what is wrong with it
 
 
 def questions(s: Parts) -> list[Question]:
-    """The six predictions, answered by the mechanisms in `s`."""
+    """The questions of the quiz, answered by the mechanisms in `s`."""
     requests = s["seq_lengths"](4000)
     token = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
     share = s["budget_share"](s["kv_gib"](131_072))
-    reserved, in_pages = s["contiguous"](requests, 8192), s["paged"](requests, 16)
-    factor = in_pages.batch / reserved.batch
+    slots, pages = s["contiguous"](requests, 8192), s["paged"](requests, 16)
     drawn = s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1).saved
-    saved = s["expected_saving"](64, 4096)
-    bar = s["break_even"]()
-    vectors = "That is one vector for each head; K and V are both kept."
+    saved, bar = s["expected_saving"](64, 4096), s["break_even"]()
+    longer, counted = (s["break_even"](prefix=131_072, attention=x) for x in (False, True))
+    lost_v = "That is one vector a head, but K and V are both kept."
     return [
         Question(
-            1, token, SIZES, f"{token:,} B = {token // 1024} KiB",
-            f"a token holds {token // 1024} KiB",
+            1, SIZES, "2*50 KB", token,
             f"""How many bytes of KV does one token of a 70B model hold? ({LAYERS} layers,
-            {Q_HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM}, fp16)""",
+            {Q_HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM} values, fp16)""",
+            f"A token holds {token:,} B = {token // 1024} KiB.",
             {
-                token / 2: vectors, token * 2: "A value in fp16 takes 2 bytes.",
-                token * Q_HEADS / KV_HEADS: "That counts query heads; only KV heads keep anything.",
+                token / 2: lost_v, token * 2: "A value in fp16 takes 2 bytes.",
                 token / LAYERS: "That is one layer of it.",
+                token * Q_HEADS / KV_HEADS: "That counts query heads; only KV heads keep anything.",
             },
         ),
         Question(
-            1, share, SHARES, f"{share:.1%}", f"128k tokens fill {share:.1%} of the replica",
-            f"""What share of a 4 x H100 replica's KV budget ({KV_BUDGET_GIB} GiB) does one request
-            of 128k tokens hold?""",
-            {share / 2: vectors},
+            1, SHARES, "50%", share,
+            f"""Four H100s hold that model and have {KV_BUDGET_GIB} GiB left for KV. What share of
+            it does one request of 128k tokens take?""",
+            f"128k tokens take {share:.1%} of the memory for KV.",
+            {share / 2: lost_v},
         ),
         Question(
-            2, reserved.waste, SHARES, f"{reserved.waste:.1%}",
-            f"8k reservations waste {reserved.waste:.1%}",
+            2, SHARES, "50%", slots.waste,
             """Chat: prompts and answers of any length, most of them short. If every sequence
-            reserves 8,192 tokens, what percentage of the budget is never used? (Just guess.)""",
-            {1 - reserved.waste: "That is what is used."},
+            reserves 8,192 tokens, what share of that memory is never used? (Just guess.)""",
+            f"Reserving 8,192 tokens wastes {slots.waste:.1%}.",
+            {1 - slots.waste: "That is what is used."},
         ),
         Question(
-            3, factor, FACTORS, f"{factor:.1f}x ({reserved.batch} -> {in_pages.batch})",
-            f"pages hold {factor:.1f}x the batch",
-            """By what factor is the batch larger with 16-token pages than with those
-            reservations?""",
+            3, FACTORS, "3x", pages.batch / slots.batch,
+            "By what factor does the batch grow with pages of 16 tokens instead?",
+            f"The batch grows {pages.batch / slots.batch:.1f}x: {slots.batch} -> {pages.batch}.",
             {},
         ),
         Question(
-            4, saved, SHARES,
-            f"{saved:.1%} by expectation ({drawn:.1%} in the lesson's lucky draw)",
-            f"sharing a 4k prefix saves {saved:.1%}",
-            """64 chats share a 4,096-token prefix, and each adds a prompt and an answer of its own.
-            What share of their KV disappears when the prefix is stored once?""",
+            4, SHARES, "50%", saved,
+            """64 chats share a prefix of 4,096 tokens, and each adds a prompt and an answer of its
+            own. What share of their KV goes away if the prefix is stored once?""",
+            f"Sharing saves {saved:.1%} on average, and {drawn:.1%} in the draw of block 4.",
             {63 / 64: "That is of the prefixes alone.", 1 - saved: "That is what stays."},
         ),
         Question(
-            5, bar, RATES, f"{bar:.2f} GB/s", f"a tier below {bar:.2f} GB/s loses to recomputing",
-            f"""Above how many GB/s is it faster to load a prefix's KV than to recompute it, on 4
-            GPUs of {DENSE_FLOPS_PER_GPU / 1e12} TFLOP/s at 2 FLOP per parameter and token?""",
+            5, RATES, "50 GB/s", bar,
+            f"""From how many GB/s on is it faster to load a prefix's KV than to compute it again,
+            on 4 GPUs of {DENSE_FLOPS_PER_GPU / 1e12} TFLOP/s at 2 FLOP per parameter and token?""",
+            f"""Loading wins from {bar:.2f} GB/s on, and from {longer:.2f} at 131,072 tokens: the
+            length cancels. If attention is counted, it is {counted:.2f} there.""",
             {
-                bar / 4: "That is for one GPU; four recompute four times as fast.",
-                bar * 2: "That counts one FLOP per parameter and token.", bar / 2: vectors,
+                bar / 4: "That is for one GPU; four compute four times as fast.",
+                bar * 2: "That counts one FLOP per parameter and token.", bar / 2: lost_v,
                 bar * 8: "That is in Gbit/s.",
             },
         ),
     ]  # fmt: skip
 
 
-WORDS = {  # of numbers, which people may type
-    "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7",
-    "eight": "8", "nine": "9", "ten": "10", "half": "/2", "third": "/3", "thirds": "/3",
-    "quarter": "/4", "quarters": "/4", "fifth": "/5", "fifths": "/5", "tenth": "/10",
-}  # fmt: skip
-NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[-+]?[0-9]+)?"
-TERM = rf"{NUMBER}(?:\s*[*/]\s*{NUMBER})*"
-GUESS = re.compile(  # not the 4 of "TP4", but the 6 of "x6"; perhaps a range; a unit
-    rf"(?<![a-wyz0-9.])({TERM})(?:\s*[x%]?\s*(?:-|to)\s*({TERM}))?[\s-]*(%|[a-z]+(?:/s)?)?"
-)
-
-
-def in_digits(typed: str) -> str:
-    """`typed` in lower case and in digits: "a quarter" is 1/4, and 80 x 8 is 80*8."""
-    text = re.sub(r"(?<=[kMGT])b(?=ps|/s)", "bit", typed).lower().replace("ps", "/s")
-    text = re.sub(r"(?<=\d)[,_ ](?=\d{3}(?!\d))", "", text).replace(",", ".").replace("\u2013", "-")
-    text = re.sub(r"[a-z]+", lambda word: WORDS.get(word[0], word[0]), text)
-    text = re.sub(r"(?<![\d ])\s*/(?=\d)|^\s*/(?=\d)", " 1/", text)
-    text = re.sub(r"(?<=\d)\s*[x\u00d7]\s*(?=[\d.])", "*", text)
-    return re.sub(r"[. ]*\b(?:yes|no)\b", "", text.rpartition("=")[2])
-
-
-def value_of(term: str) -> float:
-    """What a product or quotient comes to; nan for a division by zero."""
-    value = 1.0
-    for sign, factor in re.findall(rf"([*/]?)\s*({NUMBER})", term):
-        value = value / (float(factor) or math.nan) if sign == "/" else value * float(factor)
-    return value
-
-
-def guess_of(typed: str, question: Question) -> float | None:
-    """The guess in the unit of the answer, of a range its middle; None if it cannot be read."""
-    plain = in_digits(typed)
-    found = GUESS.search(plain)
-    if not found or set(plain[: found.start()]) & {"-", "\u2212"}:
+def guess_of(typed: str, units: Mapping[str, float]) -> float | None:
+    """The guess in the unit of the answer, 2*50 KB as 100,000; None if it cannot be read."""
+    found = GUESS.fullmatch(re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", typed.strip("~ \r\n")))
+    if not found:
         return None
-    if re.search(r"\W\d", plain[found.end() :]):
-        return None
-    guess, unit = (value_of(found[1]) + value_of(found[2] or found[1])) / 2, found[3] or ""
-    if question.units is SHARES and not unit and guess >= 1:
+    guess, unit = math.prod(map(float, re.split(r"[*x\u00d7]", found[1]))), found[2]
+    if units is SHARES and not unit and guess >= 1:  # 23 is 23%, and so is 0.23
         unit = "%"
-    if unit not in question.units or not math.isfinite(guess):
-        return None
-    return guess * question.units[unit]
+    guess *= units.get(unit) or units.get(unit.lower()) or math.nan
+    return guess if math.isfinite(guess) else None
 
 
-def miss(guess: float, question: Question) -> float:
-    """How far off a guess is: 1 is twice or half of the answer, or 35 points of a share."""
-    if question.units is SHARES:
-        return abs(guess - question.answer) / 0.35
-    return abs(math.log2(guess) - math.log2(question.answer)) if guess > 0 else math.inf
+def ask(question: Question) -> float | None:
+    """The guess that is typed; what cannot be read is asked for once more, with an example.
 
-
-def spot_on(off: float) -> bool:
-    """Whether a guess that is so far off needs no reading: up to 1.05x, or 2.5 points."""
-    return off < 0.071
-
-
-def remark(guess: float, question: Question) -> str:
-    """How far off a guess is, as a sentence, and what is wrong with it where that is known."""
-    answer, off = question.answer, miss(guess, question)
-    if question.units is SHARES:
-        size = f"{off * 35:.1f} points" if off < 1e6 else "more than a million points"
-    else:
-        size = f"{2**off:,.2f}x" if off < 20 else "more than a million times"
-    if spot_on(off):
-        return f"Spot on ({size})."
-    known = (why for x, why in question.why.items() if math.isclose(guess, x, rel_tol=0.02))
-    return f"You are {size} too {'high' if guess > answer else 'low'}. {next(known, '')}".rstrip()
-
-
-def ask(text: str, first: str, read: Callable[[str], Any], again: bool = True) -> tuple[str, Any]:
-    """Print a question; return the line that is typed, and what `read` makes of it.
-
-    A line that cannot be read is asked for once more. The end of the input is an EOFError.
+    The end of the input is an EOFError.
     """
-    print(wrapped(text, first))
-    print("     your guess: ", end="", flush=True)
-    try:
-        typed = sys.stdin.readline() if sys.stdin is not None else ""
-    except (OSError, ValueError):  # a terminal that has gone, or input in no known encoding
-        typed = ""
-    if not typed:
-        raise EOFError
-    typed = " ".join(typed.split())[:200] + "\n"  # no guess is longer, and reading it would be
-    if not sys.stdin.isatty():
-        print(ascii_line(typed))
-    passes = not typed.strip() or re.search(r"\?|idea|know|sure", typed)
-    if again and read(typed) is None and not passes:
-        return ask("I cannot read that. Once more, or nothing to skip it:", "     ", read, False)
-    return typed, read(typed)
+    for prompt in ("your guess", f"I cannot read that. Once more, like {question.example}"):
+        print(f"     {prompt}: ", end="", flush=True)
+        try:
+            typed = sys.stdin.readline() if sys.stdin else ""
+        except (OSError, ValueError):  # a terminal that has gone, a stream that was closed
+            typed = ""
+        if not typed:
+            raise EOFError
+        if not sys.stdin.isatty():
+            print(ascii_line(typed)[:30])
+        guess = guess_of(typed, question.units)
+        if guess is not None or not typed.strip():
+            return guess
+    return None
 
 
-def no_or_yes(typed: str) -> bool | None:
-    """False for no, True for yes, None for neither, or for "no idea" and "not sure"."""
-    said = set(re.findall(r"[a-z]+", typed.lower()))
-    yes, no = said & {"y", "yes"}, said & {"n", "no"}
-    return None if said & {"idea", "sure"} or bool(yes) == bool(no) else bool(yes)
+def times_off(guess: float, figure: float) -> float:
+    """How many times too high or too low a guess at a figure is; at least 1."""
+    return max(guess, figure) / min(guess, figure) if guess else math.inf
+
+
+def remark(guess: float | None, question: Question) -> str:
+    """How far off a guess is, and what is wrong with it where that is known."""
+    if guess is None:
+        return "No guess."
+    off = times_off(guess, question.answer)
+    if off <= CLOSE:
+        return "Spot on."
+    size = f"{off:.2f}x" if off < 1000 else "far"
+    direction = "high" if guess > question.answer else "low"
+    hints = [hint for figure, hint in question.turns.items() if times_off(guess, figure) <= CLOSE]
+    return " ".join([f"You are {size} too {direction}.", *hints])
 
 
 def predict(s: Parts) -> int:
-    """Ask for the six predictions, one at a time, and say how far off each is. Returns 0.
+    """Ask for a guess at each number, and say how far off it is. Returns 0.
 
     It ends early, with the same summary, when the input ends or Ctrl-C is pressed (130).
     """
-    print("  Six predictions, before you read. Type a guess, or nothing to skip one.\n")
+    quiz, status = questions(s), 0
+    misses: list[tuple[float, int]] = []  # by how much, and in which question
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a stray byte is no reason to stop
-    misses: list[tuple[float, int, int]] = []  # (miss, question, block)
-    learned: list[str] = []
-    status = 0
+    print(f"  Guess {len(quiz)} numbers before you read. Press Enter to skip one.\n")
     try:
-        for i, question in enumerate(questions(s), 1):
-            typed, guess = ask(question.text, f"  {i}. ", partial(guess_of, question=question))
+        for i, question in enumerate(quiz, 1):
+            print(wrapped(question.text, f"  {i}. "))
+            guess = ask(question)
+            print(wrapped(f"{remark(guess, question)} {question.fact}", "     "), end="\n\n")
             if guess is not None:
-                misses.append((miss(guess, question), i, question.block))
-                verdict = remark(guess, question)
-            else:
-                verdict = "I cannot read that as a guess." if typed.strip() else "No guess."
-            print(wrapped(f"It is {question.printed}. {verdict}", "     "), end="\n\n")
-            if guess is None or not spot_on(misses[-1][0]):
-                learned.append(question.learned)
-        # The second half of the last question, which may be answered along with the first.
-        said = no_or_yes(typed) if guess is not None else None
-        if said is None:
-            _, said = ask(DEPENDS, "     ", no_or_yes)
-        bars = [s["break_even"](attention=counted, prefix=131_072) for counted in (False, True)]
-        verdict = {
-            None: "", False: " You said so.",
-            True: " You said yes; but both times grow with the length, so it cancels.",
-        }[said]  # fmt: skip
-        print(
-            wrapped(
-                f"""No: at 2 FLOP per parameter and token it is {bars[0]:.2f} GB/s at 131,072 tokens
-                too.{verdict} (With attention counted it does; there it is {bars[1]:.2f} GB/s.)""",
-                "     ",
-            )
-        )
+                misses.append((times_off(guess, question.answer), i))
     except EOFError:
-        print("\n\n     (End of input.)")
+        print("\n\n     (End of input.)\n")
     except KeyboardInterrupt:
-        print("\n\n     (Stopped.)")
+        print("\n\n     (Stopped.)\n")
         status = 130
-    print()
+    worst, i = max(misses, default=(0, 0))
     if not misses:
         print("  No guess to judge. Run this without --predict and start at block 1.")
-    elif spot_on(max(misses)[0]):
+    elif worst <= CLOSE:
         print("  Every guess is spot on.")
     else:
-        _, i, explained = max(misses, key=lambda missed: missed[0])
-        print(f"  Your worst miss is question {i}: read --block {explained} first.")
-    if learned:
-        print(wrapped(f"Learned: {'; '.join(learned)}."))
+        print(f"  Your worst miss is question {i}: read --block {quiz[i - 1].block} first.")
     return status
 
 

@@ -29,6 +29,7 @@ import random
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -53,7 +54,7 @@ EVERY_DRAW = "--full" in sys.argv
 README = os.path.join(os.path.dirname(HERE), "README.md")
 CONFIG = """{"model_type": "mistral", "num_hidden_layers": 32, "num_attention_heads": 32,
 "num_key_value_heads": 8, "hidden_size": 4096, "sliding_window": 4096, "torch_dtype": "bfloat16"}"""
-GUESSES = "320 KiB\n23%\n\n6x\n\u00e9\n\u00e9\n9.3 GB/s\nno\n"
+GUESSES = "320 KiB\n23%\n\n6x\nfoo\nfoo\n9.3 GB/s\n"
 MODES = (
     [], *(["--block", str(n)] for n in range(1, 7)), ["--quiet"], ["--verify"], ["--help"],
     ["--model", "-"], ["--predict"],
@@ -2379,184 +2380,153 @@ class VerifyBites(unittest.TestCase):
 
 
 class Predict(unittest.TestCase):
-    RIGHT = ("320 KiB", "23%", "82%", "6", "89%", "9.3", "no")
+    RIGHT = ("320 KiB", "23%", "82%", "6x", "87%", "9.3 GB/s")
+    ANSWERS = (327_680, 0.2319, 0.823, 6.04, 0.866, 9.26)
 
-    def answered(self, **changed):
-        """What is said of these answers (q1="6x"), all others being right: status, lines, text."""
-        lines = list(self.RIGHT)
-        for question, line in changed.items():
-            lines[int(question[1]) - 1] = line
-        status, printed = call_main("--predict", entered="".join(f"{x}\n" for x in lines).encode())
-        self.assertTrue(printed.isascii())
-        return status, printed.splitlines(), " ".join(printed.split())
-
-    def test_it_reads_what_people_type(self):
-        for question, guesses in {
-            "q1": (
-                "320 KiB",
-                "327680",
-                "327,680 bytes",
-                "327_680",
-                "327 680",
-                "320k",
-                "0.3125 MiB",
-                "3.2768e5 B",
-                "327680 byte",
-                "0.32768 MB",
-                "3.0517578125e-4 GiB",
-                "2*80*8*128*2",
-                "160 * 2 KiB",
-                "2 x 80 x 8 x 128 x 2",
-                "2 \u00d7 80 \u00d7 8 \u00d7 128 \u00d7 2",
-                "2x80x8x128x2 B",
-                "2*80*8*128*2 = 327680",
-            ),
-            "q2": (
-                "23.2%",
-                "0.2319",
-                "23.19",
-                "~23.19 %",
-                "23.19 percent",
-                ".2319",
-                "23,19 %",
-                "3/13",
-                "6 / 26",
-                "a quarter",
-                "one quarter",
-                "25 pct",
-                "22-24%",
-                "22%-25%",
-                "20 to 25 %",
-            ),
-            "q3": ("82.3%", "0.823", "about 82.3%!", "82.3 %\r", "four fifths", "80 percent"),
-            "q4": (
-                "6x",
-                "6.04",
-                "x6",
-                "6 times",
-                "604%",
-                "factor 6",
-                "six times",
-                "6 fold",
-                "5.5-6.5x",
-            ),
-            "q5": ("89%", "0.89", "89.0 percent", "88\u201390 %"),
-            "q6": (
-                "9.26 GB/s",
-                "9260 MB/s",
-                "9.26GB/s",
-                "8.63 GiB/s",
-                "74 Gbit/s",
-                "74 Gbps",
-                "9.26 GBps",
-                "74 Gb/s",
-                "9.26 gb/s at TP4",
-                "9-9.5 GB/s",
-            ),
-        }.items():
-            for guess in guesses:
-                with self.subTest(guess):
-                    status, _, text = self.answered(**{question: guess})
-                    self.assertEqual((status, text.count("Spot on")), (0, 6))
-                    self.assertTrue(
-                        text.endswith(
-                            "You said so. (With attention counted it does;"
-                            " there it is 4.16 GB/s.) Every guess is spot on."
-                        )
-                    )
-
-    def test_it_asks_once_more_when_it_cannot_read(self):
-        for odd in (
-            "-5", "5 apples", "1e999", "nan", "inf", "\u0663", "\0", "1/0", "200 / 7 / 0 KB", "foo",
-            "1 in 4", "x", "/",
-        ):  # fmt: skip
-            with self.subTest(odd):
-                _, _, text = self.answered(q1=f"{odd}\n320 KiB")
-                self.assertEqual(text.count("Once more"), 1)
-                self.assertTrue(text.endswith("Every guess is spot on."))
-                _, _, text = self.answered(q1=f"{odd}\n{odd}")
-                self.assertEqual(text.count("Once more"), 1)
-                self.assertIn("It is 327,680 B = 320 KiB. I cannot read that as a guess.", text)
-                _, _, text = self.answered(q1=f"{odd}\n")
-                self.assertIn("It is 327,680 B = 320 KiB. No guess.", text)
-        for skipped in ("", " ", "?", "no idea", "not sure", "I do not know"):
-            _, _, text = self.answered(q1=skipped)
-            self.assertEqual((text.count("Once more"), text.count("Spot on")), (0, 5))
-        _, _, text = self.answered(q7="perhaps\nNo!")
-        self.assertEqual(text.count("Once more"), 1)
-        self.assertIn("You said so.", text)
-
-    def test_it_says_how_far_off_and_why(self):
-        for answer, said in {
-            "q1=160 KiB": "2.00x too low. That is one vector for each head; K and V are both kept.",
-            "q1=2560 KiB": "8.00x too high. That counts query heads; only KV heads keep anything.",
-            "q1=4 KiB": "80.00x too low. That is one layer of it.",
-            "q1=100 KiB": "3.20x too low.",
-            "q1=0": "more than a million times too low.",
-            "q2=11.6%": "11.6 points too low. That is one vector for each head; K and V are both"
-            " kept.",
-            "q2=46.4%": "23.2 points too high.",
-            "q3=17.7%": "64.6 points too low. That is what is used.",
-            "q3=0.5": "32.3 points too low.",
-            "q4=3x": "2.01x too low.",
-            "q5=98.4%": "11.8 points too high. That is of the prefixes alone.",
-            "q6=926 GB/s": "99.96x too high.",
-            "q6=18.5": "2.00x too high. That counts one FLOP per parameter and token.",
-            "q6=2.3": "4.03x too low. That is for one GPU; four recompute four times as fast.",
-        }.items():
-            question, _, guess = answer.partition("=")
-            with self.subTest(answer):
-                _, _, text = self.answered(**{question: guess})
-                self.assertEqual(text.count("Spot on"), 5)
-                self.assertIn(f". You are {said} ", text)
-                self.assertIn(f"Your worst miss is question {question[1]}: read --block ", text)
-        _, _, text = self.answered(q7="yes")
-        said = "it is 9.26 GB/s at 131,072 tokens too. You said yes; but both times grow with the"
-        self.assertIn(said, text)
-        _, _, text = self.answered(q6="9.26, no", q7="")
-        self.assertIn("You said so.", text)
-
-    def test_the_question_does_not_hand_over_the_answer(self):
-        asked = " ".join(question.text for question in lesson.questions(lesson.parts()))
-        workloads = lesson.seq_lengths(4000), lesson.prefixed_lengths(64, 4096)
-        for mean in (sum(map(sum, requests)) / len(requests) for requests in workloads):
-            for hint in (mean, mean - 4096):
-                self.assertNotIn(f"{hint:,.0f}", asked)
-
-    def test_it_ends_with_what_was_learned(self):
-        _, lines, text = self.answered(q4="2x", q3="", q1="foo\nfoo")
-        self.assertIn("Your worst miss is question 4: read --block 3 first.", text)
-        self.assertEqual(
-            lines[-2:],
-            [
-                "  Learned: a token holds 320 KiB; 8k reservations waste 82.3%; pages hold 6.0x",
-                "  the batch.",
-            ],
-        )
-
-    def test_it_ends_politely(self):
-        whole = call_main("--predict", entered="".join(f"{x}\n" for x in self.RIGHT).encode())
-        for n in range(len(self.RIGHT)):
-            entered = "".join(f"{x}\n" for x in self.RIGHT[:n]).encode()
-            status, printed = call_main("--predict", entered=entered)
-            self.assertEqual((status, printed.count("(End of input.)")), (0, 1))
-            self.assertEqual(printed.count("Spot on"), n if n < 7 else 6)
-            self.assertIn(printed.partition("(End of input.)")[0].rstrip(), whole[1])
-        status, printed = call_main("--predict", entered=b"foo\n")
-        self.assertEqual((status, printed.count("(End of input.)")), (0, 1))
-        status, printed = call_main(
-            "--predict", entered=b"\xff\xfe\n\x1b[2J 5%\n\0\n" + b"9" * 5000 + b"\n"
-        )
+    def answered(self, question, typed):
+        """What is printed if one question is answered so, and all others rightly."""
+        lines = [typed if i == question else right for i, right in enumerate(self.RIGHT, 1)]
+        status, printed = call_main("--predict", entered="\n".join([*lines, ""]).encode())
         self.assertEqual(status, 0)
         self.assertTrue(printed.isascii() and "\x1b" not in printed)
+        self.assertLessEqual(max(map(len, printed.splitlines())), 80)
+        return " ".join(printed.split())
+
+    def test_it_asks_as_many_questions_as_it_says(self):
+        text = self.answered(1, "320 KiB")
+        self.assertTrue(text.startswith("Guess 6 numbers before you read."))
+        self.assertEqual([text.count(s) for s in ("your guess: ", "Spot on.")], [6, 6])
+        self.assertTrue(text.endswith("it is 4.16 there. Every guess is spot on."), text)
+
+    def test_it_reads_a_decimal_a_percentage_a_product_and_a_unit(self):
+        for question, guesses in enumerate(
+            (
+                (
+                    "327680", "327,680 B", "327_680 bytes", "320 kib", "320k", "~320 KB", ".3125MiB",
+                    "2*80*8*128*2", "160 * 2 KiB", "2 x 80 x 8 x 128 x 2 B", "2\u00d7160 KiB\r",
+                ),
+                ("23.2%", "0.2319", ".2319", "23.19", "~23.19 %", "23 percent", "5*4.6%"),
+                ("82.3%", "0.823", "82"),
+                ("6", "6.04", "6X", "6 times", "2x3x", "2 x 3"),
+                ("86.6%", "0.89", "89"),
+                ("9.26", "9.26 GB/s", "9260mb/s", "8.63 GiB/s", "74 Gb/s", "0.00926 TB/s"),
+            ),
+            1,
+        ):  # fmt: skip
+            near = [f"{self.ANSWERS[question - 1] * error:.6f}" for error in (0.953, 1, 1.049)]
+            for guess in (*guesses, *near):
+                with self.subTest(guess):
+                    text = self.answered(question, guess)
+                    self.assertEqual(text.count("Spot on."), 6)
+                    self.assertNotIn("You are", text)  # and so no hint
+                    self.assertNotIn("cannot read", text)
+
+    def test_what_it_cannot_read_it_says_once_with_an_example(self):
+        for i, odd in enumerate((
+            "-5", "5 apples", "1e999", "nan", "inf", "\u0663", "\0", "1/0", "x", "1.2.3", "9" * 5000,
+            "2*", "GB/s", "no idea", "\ufffd\x1b[2J 5%",
+        )):  # fmt: skip
+            question, right = i % 6 + 1, self.RIGHT[i % 6]
+            with self.subTest(odd, question=question):
+                text = self.answered(question, f"{odd}\n{right}")
+                self.assertEqual(text.count("I cannot read that. Once more, like "), 1)
+                self.assertTrue(text.endswith("Every guess is spot on."))
+                example = re.search(r"Once more, like (.*?): ", text)[1]
+                self.assertNotIn("cannot read", self.answered(question, example))
+        for skipped in ("foo\nfoo", "foo\n"):
+            text = self.answered(1, skipped)
+            self.assertEqual(text.count("I cannot read that. Once more, like "), 1)
+            self.assertIn("No guess. A token holds 327,680 B = 320 KiB.", text)
+
+    def test_a_wrong_turn_gets_its_hint_within_5_percent(self):
+        for question, wrong, unit, hint in (
+            (1, 160, "KiB", "2.00x too low. That is one vector a head, but K and V are both kept."),
+            (1, 640, "KiB", "2.00x too high. A value in fp16 takes 2 bytes."),
+            (1, 4, "KiB", "80.00x too low. That is one layer of it."),
+            (1, 2560, "KiB", "8.00x too high. That counts query heads; only KV heads keep anyth"),
+            (2, 11.594, "%", "2.00x too low. That is one vector a head"),
+            (3, 17.74, "%", "4.64x too low. That is what is used."),
+            (5, 98.4375, "%", "1.14x too high. That is of the prefixes alone."),
+            (5, 13.4, "%", "6.47x too low. That is what stays."),
+            (6, 2.3145, "", "4.00x too low. That is for one GPU; four compute four times as fast."),
+            (6, 4.629, "", "2.00x too low. That is one vector a head"),
+            (6, 18.516, "", "2.00x too high. That counts one FLOP per parameter and token."),
+            (6, 74.064, "", "8.00x too high. That is in Gbit/s."),
+        ):
+            reason = hint.partition(". ")[2]
+            self.assertIn(f"You are {hint}", self.answered(question, f"{wrong} {unit}"))
+            for error, hinted in ((0.93, False), (0.952, True), (1.048, True), (1.07, False)):
+                text = self.answered(question, f"{wrong * error:.6f} {unit}")
+                self.assertEqual(reason in text, hinted, (question, wrong, error))
+        self.assertIn("2.05x too low. That is one vector a head", self.answered(1, "160 KB"))
+
+    def test_it_says_how_far_off_and_where_to_read(self):
+        for question, guess, said, block in (
+            (1, "100 KiB", "You are 3.20x too low. A token holds 327,680 B = 320 KiB.", 1),
+            (1, "0", "You are far too low. A token", 1),
+            (2, "46.4%", "You are 2.00x too high. 128k tokens take 23.2%", 1),
+            (3, "41.2%", "You are 2.00x too low. Reserving 8,192 tokens wastes 82.3%.", 2),
+            (4, "604", "You are 99.94x too high. The batch grows 6.0x: 69 -> 417.", 3),
+            (5, "43%", "You are 2.01x too low. Sharing saves 86.6% on average, and 89.0%", 4),
+            (6, "9260000 GB/s", "You are far too high. Loading wins from 9.26 GB/s on", 5),
+        ):
+            with self.subTest(guess):
+                text = self.answered(question, guess)
+                self.assertIn(said, text)
+                end = f"Your worst miss is question {question}: read --block {block} first."
+                self.assertTrue(text.endswith(end), text)
+
+    def test_the_answers_come_out_of_the_parts(self):
+        allocation = lesson.Allocation(7777, 10**6, 10**5)
+        skipped = "\n" * 6
+        _, right = self.asked(lesson.parts(), skipped)
+        for name, wrong in {
+            "kv_bytes_per_token": 7168, "budget_share": 0.07, "contiguous": allocation,
+            "paged": allocation, "shared_prefix": allocation, "expected_saving": 0.07,
+            "break_even": 77.77,
+        }.items():  # fmt: skip
+            parts = {**lesson.parts(), name: mock.Mock(return_value=wrong)}
+            self.assertNotEqual(self.asked(parts, skipped)[1], right, name)
+
+    def asked(self, parts, entered):
+        with mock.patch.object(sys, "stdin", io.StringIO(entered)):
+            return call(lesson.predict, parts)
+
+    def test_it_ends_politely(self):
+        whole = call_main("--predict", entered="\n".join([*self.RIGHT, ""]).encode())[1]
+        for n in range(6):
+            entered = "".join(f"{line}\n" for line in self.RIGHT[:n]).encode()
+            status, printed = call_main("--predict", entered=entered)
+            self.assertEqual((status, printed.count("Spot on.")), (0, n))
+            shown, _, summary = printed.partition("(End of input.)\n\n")
+            self.assertTrue(whole.startswith(shown.rstrip()))
+            self.assertEqual(summary.split()[0], "Every" if n else "No")
+        last = call_main("--predict", entered="\n".join(self.RIGHT).encode())[1]
+        self.assertEqual(last, whole)  # its last line does not end
         for stdin in (None, mock.Mock(readline=mock.Mock(side_effect=OSError))):
             with mock.patch.object(sys, "stdin", stdin):
                 status, printed = call(lesson.main, ["--predict"])
             self.assertEqual((status, printed.count("(End of input.)")), (0, 1))
-        stdin = mock.Mock(readline=mock.Mock(side_effect=["6x\n", KeyboardInterrupt]))
-        with mock.patch.object(sys, "stdin", stdin):
-            status, printed = call(lesson.main, ["--predict"])
-        self.assertEqual((status, printed.count("(Stopped.)")), (130, 1))
+
+    @unittest.skipUnless(os.name == "posix", "Ctrl-C is sent as a POSIX signal")
+    def test_ctrl_c(self):
+        with subprocess.Popen(
+            [sys.executable, SCRIPT, "--predict"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, env=environment(),
+        ) as quiz:  # fmt: skip
+            while not quiz.stdout.read1().endswith(b"your guess: "):
+                pass
+            quiz.send_signal(signal.SIGINT)
+            printed, errors = quiz.communicate(timeout=100)
+        self.assertEqual((quiz.returncode, errors), (130, b""))
+        self.assertIn(b"(Stopped.)\n\n  No guess to judge.", printed)
+
+    def test_odd_encodings(self):
+        entered = b"\xff\xfe\n\x1b[2J 5%\n\0\n" + b"9" * 5000 + b"\n" + "\u00e9".encode() + b"\n"
+        for changes in ({}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}):
+            done = run("--predict", input=entered, env=environment(**changes))
+            self.assertEqual((done.returncode, done.stderr), (0, b""))
+            self.assertTrue(done.stdout.isascii() and b"\x1b" not in done.stdout)
 
 
 class TheLesson(unittest.TestCase):
