@@ -12,7 +12,6 @@ import collections
 import concurrent.futures
 import contextlib
 import copy
-import csv
 import doctest
 import enum
 import functools
@@ -40,6 +39,7 @@ import types
 import unittest
 import warnings
 import zlib
+from code import InteractiveConsole
 from functools import partial
 from itertools import islice
 from unittest import mock
@@ -2630,15 +2630,20 @@ class TheLesson(unittest.TestCase):
 #
 # README.md is checked as a whole. What a machine can write, it writes (--write-readme):
 #
-#   ```python, first line def, class or @   the source of that function or class of the script
-#   ```python otherwise, then ```text       a snippet, and what it prints in a fresh interpreter;
+#   ```python, first line def, class or @   that function or class of the script, no docstring
+#   ```python otherwise, then ```text       a snippet, and what it prints when typed into a REPL;
 #                                           the end of a fold, </details>, may stand between them
-#   ```console, `$ python3 handson/...`     what the command prints; `| sed -n '/this/,/that/p'`
-#                                           leaves those lines of it, `| sed '1,/that/d'` the rest
+#   ```console, `$ python3 handson/...`     what the command prints
 #   ```mermaid, a line `%%= template`       the next line of the picture, as an f-string
 #
-# Every number in prose and tables that looks like a figure (a decimal, a percentage, a factor, 100
-# or more) is marked in its section, in a comment, which GitHub does not show:
+# Only some lines of a function or of an output, if a comment before the fence says which (a line
+# that has the one text to the next that has the other; either may be left out):
+#
+#   <!-- shows append from "room =" to "-= 1" -->      <!-- shows to "131,072" -->
+#
+# Every number in prose and tables that looks like a figure (a decimal, a percentage, a factor, 10
+# or more) is in the code or output of its section, or marked in a comment there; what is marked
+# above the first heading is marked everywhere:
 #
 #   <!-- 417 = pages16.batch; 82.3% = eight.waste -->    computed, and printed as it is written
 #   <!-- eight := contiguous(chat, 8192) -->             a name, for all marks and pictures below
@@ -2647,10 +2652,9 @@ class TheLesson(unittest.TestCase):
 #   <!-- 8,192 given -->                                 a parameter
 
 PART = re.compile(r"^```(\w*)\n(.*?)^```$|<!--(.*?)-->", re.MULTILINE | re.DOTALL)
-HEADING = re.compile(r"^##+ (.+)$", re.MULTILINE)
-COMMAND = re.compile(
-    r"\$ python3 handson/m02_kv_cache\.py(.*?)(?: \| sed (?:-n )?'/?([^/]+)/?,/?([^/]+?)/?([pd])')?"
-)
+HEADING = re.compile(r"^(##+ |<details><summary><h\d>)(.+?)(?:</h\d>.*)?$", re.MULTILINE)
+COMMAND = re.compile(r"\$ python3 handson/m02_kv_cache\.py(.*)")
+SHOWS = re.compile(r'shows(?: (\w+))?(?: from "(.+?)")?(?: to "(.+?)")?')
 MARK = re.compile(r"(\S+) (=|:=|from|in|given) ?(.*)")
 BETWEEN_MARKS = re.compile(r"\n|; (?=\S+ (?:=|from|in|given)(?:[\s;]|$))")
 NUMBER = re.compile(r"(?<![\w.,/#-])-?\d[\d,]*(?:\.\d+)?(?![\w.,]*[A-WYZa-wyz])[%x]?")
@@ -2661,87 +2665,62 @@ NO_FIGURE = re.compile(  # numbers in code, addresses, versions and citations, a
 )
 
 
-def is_slice(code):
-    return re.match(r"def |class |@", code)
-
-
 def spaces(found):
     """Blanks in place of what was found, on the same lines."""
     return re.sub(r"[^\n]", " ", found[0])
 
 
+def some_lines(text, first, last):
+    """The lines from the only one that has `first` to the next that has `last`."""
+    lines = text.splitlines(keepends=True)
+    starts = [i for i, line in enumerate(lines) if first in line] if first else [0]
+    if len(starts) != 1:
+        raise ValueError(f"{len(starts)} lines have {first!r}")
+    ends = (i for i in range(starts[0], len(lines)) if last in lines[i]) if last else [len(lines)]
+    end = next(iter(ends), None)
+    if end is None:
+        raise ValueError(f"no line after {first!r} has {last!r}")
+    return "".join(lines[starts[0] : end + 1])
+
+
 @functools.lru_cache(None)
 def slices():
-    """The source of every function and class of the script, by name; a method is moved left."""
+    """The source of each function, class and method of the script, by name."""
     with open(SCRIPT, encoding="utf-8") as file:
         lines = file.read().splitlines(keepends=True)
     found = {}
     for node in ast.walk(ast.parse("".join(lines))):  # what is at the top level comes first
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            first = min([node.lineno, *(at.lineno for at in node.decorator_list)])
-            source = textwrap.dedent("".join(lines[first - 1 : node.end_lineno]))
-            found.setdefault(node.name, source)
+            first = min([node.lineno, *(at.lineno for at in node.decorator_list)]) - 1
+            kept = list(range(first, node.end_lineno))
+            if ast.get_docstring(node):  # the page tells it in prose
+                told = node.body[0]
+                end = told.end_lineno + (not lines[told.end_lineno].strip())
+                kept = [n for n in kept if not told.lineno - 1 <= n < end]
+            found.setdefault(node.name, "".join(lines[n] for n in kept))
     return found
 
 
-@functools.lru_cache(None)
-def snippet_output(code):
-    """What a snippet prints in a fresh interpreter that finds the lesson, and its exit status."""
-    start = f"import sys; sys.path.insert(0, {HERE!r}); sys.dont_write_bytecode = True"
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", f"{start}; exec(compile({code!r}, 'snippet', 'exec'))"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=100,
-    )
-    return done.stdout.decode().replace("\r\n", "\n"), done.returncode
+class Terminal(InteractiveConsole):
+    def write(self, data):
+        raise ValueError(f"the snippet fails: {data}")
 
 
 @functools.lru_cache(None)
-def command_output(mode, first, last, edit):
-    """What a command prints, beside the reader's config.json, and what sed leaves of it."""
-    with reader_folder():
-        printed = call(lesson.main, shlex.split(mode))[1]
-    return sed(printed, first, last, edit) if edit else printed
+def snippet_output(snippet):
+    """What a snippet prints if its lines are typed into a REPL that finds the lesson."""
+    terminal = Terminal({"__name__": "__main__"})
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for line in [*snippet.splitlines(), ""]:
+            unfinished = terminal.push(line)
+    if unfinished:
+        raise ValueError("the snippet is not finished")
+    return printed.getvalue()
 
 
-def sed(text, first, last, edit):
-    """What sed leaves of a text: like it, with every range that `first` opens, not just one."""
-    chosen, others, opened, inside = [], [], 0, False
-    for i, line in enumerate(text.splitlines(keepends=True)):
-        if inside:
-            chosen.append(line)
-            inside = last == "$" or not has(last, line)
-        elif i == 0 if first == "1" else has(first, line):
-            chosen.append(line)
-            opened, inside = opened + 1, True
-        else:
-            others.append(line)
-    if opened != 1 or (inside and last != "$"):
-        raise ValueError(f"/{first}/ opens {opened} ranges, and /{last}/ leaves one open: {inside}")
-    return "".join(chosen if edit == "p" else others)
-
-
-def has(pattern, line):
-    """Whether sed finds its pattern in a line: a basic expression, in which + or ( is itself."""
-    return re.search(re.sub(r"[+?(){}|]", r"\\\g<0>", pattern), line.rstrip("\n"))
-
-
-@contextlib.contextmanager
-def reader_folder():
-    """In a folder with the two files that the reader brings: a config.json and a trace.csv."""
-    here = os.getcwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
-        try:
-            with open("config.json", "w", encoding="utf-8") as file:
-                json.dump(LLAMA_8B, file)
-            with open("trace.csv", "w", encoding="utf-8", newline="") as file:
-                csv.writer(file).writerow(["ContextTokens", "GeneratedTokens"])
-                csv.writer(file).writerows(lesson.seq_lengths(20_000))
-            yield
-        finally:
-            os.chdir(here)
+@functools.lru_cache(None)
+def command_output(mode):
+    return call_main(*shlex.split(mode))[1]
 
 
 def as_written(text, value):
@@ -2757,35 +2736,57 @@ class Page:
 
     def __init__(self, text):
         self.text, self.told, self.names = text, set(), dict(vars(lesson))
-        self.prose = NO_FIGURE.sub(spaces, PART.sub(spaces, text))
         headings = list(HEADING.finditer(PART.sub(spaces, text)))
-        self.titles = [at[1].replace("`", "") for at in headings]
+        self.titles = [at[2].replace("`", "") for at in headings]
+        self.levels = [at[1] for at in headings]
         self.starts = [0, *(at.start() for at in headings), len(text)]  # of the sections
-        self.marked = [set() for _ in self.starts]
-        parts = list(PART.finditer(text))
-        snippets = [part[2] for part in parts if part[1] == "python" and not is_slice(part[2])]
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-            self.printed = dict(zip(snippets, threads.map(snippet_output, snippets)))
-        written, at, snippet = [], 0, None
-        for part in parts:
-            between = text[at : part.start()].replace("\n</details>\n", "", 1).strip("`\n")
+        self.marked, self.snippets = [set() for _ in self.starts], []
+        here = os.getcwd()
+        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # a snippet may leave files open
+            os.chdir(folder)
+            try:
+                self.fresh = self.read()
+            finally:
+                os.chdir(here)
+        self.look_for_figures()
+
+    def read(self):
+        """The page as it should be, from a folder with the two files that its reader brings."""
+        trace = "".join(f"{p},{o}\n" for p, o in lesson.seq_lengths(20_000))
+        for name, content in (
+            ("config.json", json.dumps(LLAMA_8B)),
+            ("trace.csv", f"ContextTokens,GeneratedTokens\n{trace}"),
+        ):
+            with open(name, "w", encoding="utf-8") as file:
+                file.write(content)
+        written, at, snippet, shows = [], 0, None, None
+        for part in PART.finditer(self.text):
+            between = self.text[at : part.start()].replace("\n</details>\n", "", 1).strip("`\n")
             if snippet and (part[1] != "text" or between):
                 self.tell(at, "the output of this snippet must follow it, in a text fence")
             if part[3] is not None:
-                self.read_marks(part[3], part.start(3))
+                shows = SHOWS.fullmatch(part[3].strip())
+                if not shows:
+                    self.read_marks(part[3], part.start(3))
                 continue
             body = fresh = part[2]
+            name, *ends = shows.groups() if shows else (None, None, None)
+            named = re.match(r"(?:@.*\n)*(?:def|class) (\w+)", body)
+            name = name or (named and named[1])
+            is_snippet = part[1] == "python" and not name
+            if is_snippet:
+                self.snippets.append((part.start(2), body))
             try:
-                fresh = self.fresh_body(part[1], body, snippet)
+                fresh = self.fresh_body(part[1], body, snippet, name, ends)
             except Exception as error:
                 self.tell(part.start(), f"{type(error).__name__}: {error}")
             if fresh != body:
                 same = sum(1 for _ in itertools.takewhile(lambda x: x[0] == x[1], zip(fresh, body)))
                 self.tell(part.start(2) + same, STALE)
-            written += [text[at : part.start(2)], fresh]
-            at, snippet = part.end(2), body if body in self.printed else None
-        self.fresh = "".join(written) + text[at:]
-        self.look_for_figures()
+            written += [self.text[at : part.start(2)], fresh]
+            at, snippet, shows = part.end(2), body if is_snippet else None, None
+        return "".join(written) + self.text[at:]
 
     def tell(self, at, complaint):
         self.told.add((self.text.count("\n", 0, at) + 1, complaint))
@@ -2793,19 +2794,18 @@ class Page:
     def section(self, at):
         return sum(start <= at for start in self.starts[1:])
 
-    def fresh_body(self, language, body, snippet):
+    def fresh_body(self, language, body, snippet, name, ends):
         """What should stand in a fence."""
         command = COMMAND.fullmatch(body.split("\n")[0])
-        if language == "python" and is_slice(body):
-            return slices()[re.search(r"^(?:def|class) (\w+)", body, re.MULTILINE)[1]]
-        if language == "text" and snippet:
-            printed, status = self.printed[snippet]
-            if status:
-                raise ValueError(f"the snippet above fails: {printed}")
-            return printed
-        if language == "console" and command:
-            return f"{command[0]}\n{command_output(*command.groups())}"
-        if language == "mermaid":
+        if language == "python":
+            if name:
+                return textwrap.dedent(some_lines(slices()[name], *ends))
+            snippet_output(body)  # for its error
+        elif language == "text" and snippet:
+            return snippet_output(snippet)
+        elif language == "console" and command:
+            return f"{command[0]}\n{some_lines(command_output(command[1]), *ends)}"
+        elif language == "mermaid":
             lines = body.splitlines()
             for i, line in enumerate(lines[:-1]):
                 indent, is_template, template = line.partition("%%= ")
@@ -2827,26 +2827,29 @@ class Page:
                 self.marked[self.section(at)].add(text)
                 if kind == "=" and as_written(text, value) != text:
                     self.tell(at, f"{text} is {as_written(text, value)}: {rest}")
-                if kind == "in" and text not in NUMBER.findall(self.code_under(rest)):
+                if kind == "in" and text not in self.figures_under(self.titles.index(rest) + 1):
                     self.tell(at, f"{text} is not in the code and output of {rest!r}")
             except Exception as error:
                 self.tell(at, f"{mark}: {type(error).__name__}: {error}")
 
-    def code_under(self, title):
-        """All fences from the heading `title` to the next."""
-        section = self.titles.index(title) + 1
+    def figures_under(self, section):
+        """The numbers in all fences from a heading to the next."""
         text = self.text[self.starts[section] : self.starts[section + 1]]
-        return "".join(part[2] for part in PART.finditer(text) if part[2])
+        fences = "".join(part[2] for part in PART.finditer(text) if part[2])
+        return {number.strip(",") for number in NUMBER.findall(fences)}
 
     def look_for_figures(self):
-        """Each figure in prose must be marked in its section, and each mark must be of a figure."""
+        """Each figure in prose must be printed or marked, and each mark must be of a figure."""
         found = [set() for _ in self.starts]
-        for number in NUMBER.finditer(self.prose):
+        printed = [self.figures_under(section) for section in range(len(self.titles) + 1)]
+        for number in NUMBER.finditer(NO_FIGURE.sub(spaces, PART.sub(spaces, self.text))):
             text, section = number[0].strip(","), self.section(number.start())
             found[section].add(text)
+            known = self.marked[section] | self.marked[0] | printed[section]
             is_figure = re.search(r"[.,%x]|\d\d", text) and not re.fullmatch(r"(19|20)\d\d", text)
-            if is_figure and text not in self.marked[section]:
+            if is_figure and text not in known:
                 self.tell(number.start(), f"{text} is not marked")
+        found[0] = set().union(*found)
         for start, marked, there in zip(self.starts, self.marked, found):
             for text in marked - there:
                 self.tell(start, f"{text} is marked in this section, and is not in it")
@@ -2858,28 +2861,19 @@ class Readme(unittest.TestCase):
     def setUpClass(cls):
         with open(README, encoding="utf-8") as file:
             cls.page = Page(file.read())
+        cls.prose = PART.sub(spaces, cls.page.text)
+
+    def line(self, at):
+        return f"README.md:{self.page.text.count(chr(10), 0, at) + 1}"
 
     def test_every_part_and_figure_is_what_the_script_says(self):
         told = [f"README.md:{line}: {complaint}" for line, complaint in sorted(self.page.told)]
         self.assertEqual(told, [], "\n".join(["", *told]))
-
-    def test_writing_it_anew_changes_nothing(self):
         self.assertEqual(self.page.fresh, self.page.text)
-        self.assertGreater(len(self.page.printed), 20)
 
     def test_a_change_is_found_on_its_line(self):
         text, lines = self.page.text, {}
-        source = next(part[2] for part in PART.finditer(text) if is_slice(part[2] or ""))
-        for old, new in (
-            (source.splitlines()[-1], "    return 417"),  # a slice
-            ("[PASS] B3", "[FAIL] B3"),  # a captured output
-            ("Llama-3 405B          ", "Llama-4 405B          "),  # the output of a snippet
-            ("\n  line [1.0, 4", "\n  line [1.1, 4"),  # a picture
-            ("every user gets fewer", "every user gets 1.2 fewer"),  # prose
-            ("30% in Grow and copy", "31% in Grow and copy"),
-            ("| 9.26 GB/s |", "| 9.27 GB/s |"),  # a table
-            ("9.26 = break_even()", "9.26 = break_even(tp=8)"),  # a mark
-        ):
+        for old, new in CHANGES:
             at = text.rindex(old)
             text = text[:at] + new + text[at + len(old) :]
             lines[new] = text.count("\n", 0, at + len(new)) + 1
@@ -2892,71 +2886,31 @@ class Readme(unittest.TestCase):
         titles = self.page.titles
         anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
         self.assertEqual(len(set(anchors)), len(titles))
-        text = PART.sub(spaces, self.page.text)
-        links = list(re.finditer(r"\[([^]]*)\]\((?!https://)([^)]+)\)", text))
-        contents = [link.groups() for link in links[: len(titles) - 1]]
-        self.assertEqual(contents, [(t, f"#{a}") for t, a in zip(titles, anchors)][1:])
-        for link in links:
-            line = text.count("\n", 0, link.start()) + 1
-            self.assertIn(link[2][1:], anchors, f"README.md:{line}: no such heading")
+        contents = []
+        for link in re.finditer(r"\[[^]]*\]\((?!https://)([^)]+)\)", self.prose):
+            self.assertIn(link[1][1:], anchors, f"{self.line(link.start())}: no such heading")
+            section = anchors.index(link[1][1:])
+            if self.page.section(link.start()) == 1 and self.page.levels[section] == "## ":
+                contents.append(titles[section])
+        chapters = [t for t, level in zip(titles, self.page.levels) if level == "## "]
+        self.assertEqual([chapters[0], *contents], chapters)
 
-    def test_the_code_that_is_read_is_there(self):
-        pool = self.page.code_under("Block 3: paged allocation")
-        for at in re.finditer(r"^\*\*Reading it\.\*\*(?:.+\n)+", self.page.text, re.MULTILINE):
-            title = self.page.titles[self.page.section(at.start()) - 1]
-            for quoted in re.findall(r"`([^`]+)`", at[0]):
-                with self.subTest(title, quoted=quoted):
-                    code = " ".join(quoted.replace("(...)", "(").split())
-                    line = self.page.text.count("\n", 0, at.start()) + 1
-                    there = code in self.page.code_under(title) + pool
-                    self.assertTrue(there, f"README.md:{line}: no {code!r} in the code of {title}")
-
-    def test_names_in_prose_are_of_the_lesson_or_of_an_engine(self):
+    def test_code_in_prose_is_of_the_lesson_or_of_an_engine(self):
         with open(SCRIPT, encoding="utf-8") as file:
-            known = set(re.findall(r"\w+", file.read() + "".join(self.page.printed)))
-        known |= {"cache_salt", "copy_on_partial_reuse", "kv_offloading_size"}  # of engines
-        known |= {"cd", "handson", "pip", "install", "pytest"}
-        prose = PART.sub(spaces, self.page.text)
-        unknown = []
-        for quoted in re.finditer(r"`([^`\n]+)`", prose):
+            fences = "".join(part[2] for part in PART.finditer(self.page.text) if part[2])
+            code = " ".join((file.read() + fences).split())
+        known = {*re.findall(r"\w+", code), *ENGINE_NAMES}
+        for quoted in re.finditer(r"`([^`\n]+)`", self.prose):
             names = set(re.findall(r"(?<!\w)[A-Za-z_]\w+", quoted[1])) - known
-            if names and not re.search(r"[-/{]|\.\w", quoted[1]):
-                unknown.append((self.page.text.count("\n", 0, quoted.start()) + 1, *names))
-        self.assertEqual(unknown, [], "(line of README.md, names that are nowhere in the lesson)")
+            if not re.search(r"(?<!\w)-|[/{]|\.\w", quoted[1]):
+                self.assertEqual(names, set(), f"{self.line(quoted.start())}: unknown names")
+            if " = " in quoted[1]:
+                self.assertIn(quoted[1], code, f"{self.line(quoted.start())}: no such code")
 
-    def test_what_sed_leaves_is_what_the_page_shows(self):
-        output = "a\nb (1)\nc\nb (1)\nd\n"
-        self.assertEqual(sed(output, "a", "b (1)", "p"), "a\nb (1)\n")
-        self.assertEqual(sed(output, "1", "c", "d"), "b (1)\nd\n")
-        for first, last in (("b", "c"), ("b", "x"), ("x", "d"), ("d", "d")):
-            with self.assertRaises(ValueError):
-                sed(output, first, last, "p")
-        if not shutil.which("sed"):
-            self.skipTest("no sed here")
-        for part in PART.finditer(self.page.text):
-            command, _, shown = (part[2] or "").partition("\n")
-            edit = re.fullmatch(r"\$ python3 handson/m02_kv_cache\.py(.*) \| (sed .*)", command)
-            if part[1] == "console" and edit:
-                with self.subTest(command):
-                    printed = call(lesson.main, shlex.split(edit[1]))[1].encode()
-                    done = subprocess.run(
-                        shlex.split(edit[2]), input=printed, capture_output=True, timeout=60
-                    )
-                    self.assertEqual(done.stdout.decode(), shown)
-
-    def test_transcripts(self):
-        text, at = "", 0
-        for part in PART.finditer(self.page.text):
-            if part[1] == "pycon":  # and nothing but blank lines in place of the rest
-                text += "\n" * self.page.text.count("\n", at, part.start(2)) + part[2]
-                at = part.end(2)
-        test = doctest.DocTestParser().get_doctest(text, dict(vars(lesson)), "README", README, 0)
-        runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-        with reader_folder(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # a REPL may leave files open
-            runner.run(test)
-        self.assertEqual(runner.failures, 0)
-        self.assertGreaterEqual(runner.tries, 16)
+    def test_snippets_fit_a_phone(self):
+        self.assertGreater(len(self.page.snippets), 20)
+        for at, snippet in self.page.snippets:
+            self.assertLessEqual(max(map(len, snippet.splitlines())), 76, self.line(at))
 
 
 def write_readme():
