@@ -924,6 +924,9 @@ def step_seconds(
     gb_per_s: float = TIERS["GPU HBM"],
     tp: int = 4,
     mfu: float = 1.0,
+    mbu: float = 1.0,
+    active_params: float | None = None,
+    weight_bytes: float = DTYPE,
 ) -> float:
     """Seconds of a forward pass over `tokens` tokens that reads the KV of `held_tokens` tokens.
 
@@ -939,12 +942,37 @@ def step_seconds(
     >>> round(step_seconds(0, 0) * 1000, 2), round(step_seconds(417, 563_455) * 1000, 1)
     (10.45, 28.5)
     """
-    bandwidth, flop_per_s = tp * gb_per_s * 1e9, tp * flops_per_gpu * mfu
-    weights = max(DTYPE * n_params / bandwidth, tokens * 2 * n_params / flop_per_s)
+    bandwidth, flop_per_s = tp * gb_per_s * 1e9 * mbu, tp * flops_per_gpu * mfu
+    active = n_params if active_params is None else active_params
+    weights = max(weight_bytes * n_params / bandwidth, tokens * 2 * active / flop_per_s)
     return weights + held_tokens * kv_per_token / bandwidth
 
 
-def resident_tokens(requests: Iterable[tuple[int, int]]) -> float:
+def ridge_tokens(
+    n_params: float = N_PARAMS,
+    active_params: float | None = None,
+    flops_per_gpu: float = DENSE_FLOPS_PER_GPU,
+    gb_per_s: float = TIERS["GPU HBM"],
+    mfu: float = 1.0,
+    mbu: float = 1.0,
+    weight_bytes: float = DTYPE,
+) -> float:
+    """Stub."""
+    active = n_params if active_params is None else active_params
+    flop_per_byte = flops_per_gpu * mfu / (gb_per_s * 1e9 * mbu)
+    return flop_per_byte * weight_bytes * n_params / (2 * active)
+
+
+def step_fills(requests: Iterable[tuple[int, int]], max_batched_tokens: int) -> float:
+    """Stub."""
+    p = o = 0
+    for prompt, output in requests:
+        p += prompt
+        o += output
+    return max_batched_tokens / (1 + p / o)
+
+
+def resident_tokens(requests: Iterable[tuple[int, int]], page_tokens: int = 16) -> float:
     """Tokens that a running sequence holds, averaged over time: E[p x o + o^2 / 2] / E[o].
 
     Each request is there for `output` steps, and holds its prompt and, on average, half its output.
@@ -961,7 +989,7 @@ def resident_tokens(requests: Iterable[tuple[int, int]]) -> float:
         steps += output
     if not steps:
         raise ValueError("requests must generate something, not 0 tokens in all")
-    return token_steps / steps
+    return token_steps / steps + page_tokens / 2
 
 
 class Served(NamedTuple):
@@ -3119,6 +3147,7 @@ ALLOWED: dict[str, Callable[[str, Any], Any]] = {
     "n": partial(whole, most=10**8), "seed": partial(whole, least=-MANY),
     "gib": anything, "private": anything, "budget_gib": partial(number, most=1e9),
     "gb_per_s": number, "n_params": number, "flops_per_gpu": number, "mfu": partial(number, most=1),
+    "mbu": partial(number, most=1), "active_params": partial(optional, rule=number), "weight_bytes": width,
     "attention": truth, "copy_on_write": truth,
     "occupancy": partial(number, least=0, most=1), "watermark": share_below_one,
     "max_running": partial(optional, rule=some), "step_seconds": function,
@@ -3153,7 +3182,7 @@ def as_is(name: str, value: Any) -> Any:
 for bare in (
     seq_lengths, kv_bytes_per_token, kv_gib, budget_share, kv_bytes, budget_tokens, contiguous,
     paged, prefixed_lengths, shared_prefix, expected_saving, fetch_seconds, recompute_seconds,
-    break_even, shortest_fetch, preempted_tokens, step_seconds, resident_tokens, serve,
+    break_even, shortest_fetch, preempted_tokens, step_seconds, resident_tokens, serve, ridge_tokens, step_fills,
 ):  # fmt: skip
     globals()[bare.__name__] = guarded(bare)
 
