@@ -2863,7 +2863,7 @@ def size(
     ...     "num_key_value_heads": 8, "hidden_size": 4096}
     >>> l4 = size(llama, [(2000, 500)], card="L4", n_params=8.03e9)
     >>> l4.tokens, round(l4.fill_pool, 1), l4.limit
-    (34488, 15.3, 'KV memory')
+    (34480, 15.3, 'KV memory')
     """
     gib, gb_per_s, tflops = card
     if active_params is None and experts(config):
@@ -2988,7 +2988,7 @@ def recipe(config: Config, given: Parts, d: Deployment) -> None:
         columns = "".join(f"{figure(scale * result):>11}" for result in results)
         print(f"  {name:<18} = {formula:<37} ={columns}")
 
-    print(f"  each GPU: {gib:g} GiB, {gb_per_s:g} GB/s, {tflops:g} TFLOP/s\n")
+    print(f"  each GPU: {gib:g} GiB, {gb_per_s / 1000:g} TB/s, {tflops:g} TFLOP/s (lines round, results do not)\n")
     line("memory shown", f"{tp} x {gib:.2f}", f"{d.memory_gib:.2f} GiB")
     line("of it in use", f"{d.memory_gib:.2f} x {given['utilization']:g}", f"{used:.2f} GiB")
     line("weights", f"{params} x {each:g} B / 2^30", f"{d.weights_gib:.2f} GiB")
@@ -3019,7 +3019,7 @@ def recipe(config: Config, given: Parts, d: Deployment) -> None:
     line("a step reads KV of", f"{d.running:,.1f} x {d.resident:,.1f}", f"{held:,.0f} tokens")
 
     print("\n" + " " * 62 + "".join(f"{name:>11}" for name in REACHED))
-    ridge, bandwidth = f"{tflops:g}e12 / {gb_per_s:g}e9", f"({tp} x {gb_per_s:g}e9)"
+    ridge, bandwidth = f"{tflops:g} / {gb_per_s / 1000:g}", f"({tp} x {gb_per_s / 1000:g}e12)"
     wider = f" x {each:g} / 2" if each != DTYPE else ""
     sparse = f" x {params} / {active}" if active != params else ""
     both("ridge, tokens", ridge + wider + sparse, d.ridge)
@@ -3049,7 +3049,10 @@ def recipe(config: Config, given: Parts, d: Deployment) -> None:
     if active != params:
         say("Every expert is read in every step: true of large steps, too slow for small ones.")
     if d.kv_per_token > kv_bytes(config, 1, given["dtype_bytes"]):
-        say("What a GPU cannot split, a latent or a KV head, is whole on each, and counted so.")
+        say(
+            """A latent, or a KV head where there are more GPUs, is whole on each GPU: the tokens
+            that fit are what the budget of one GPU holds."""
+        )
     if d.bytes_on_each < kv_bytes(config, 1, given["dtype_bytes"], tp):
         say(f"Layers with a window keep less: a token's share of {d.resident:,.0f} is counted.")
 
@@ -3689,7 +3692,8 @@ def card(text: str) -> Card:
 
 
 SIZING: dict[str, Callable[[str], Any]] = {  # the options that size a deployment
-    "params": typed("params", number), "active": typed("active", number),
+    "params": typed("params", partial(number, least=1e6)),
+    "active": typed("active", partial(number, least=1e6)),
     "gpus": typed("gpus", partial(whole, least=1, most=10**6)), "card": card,
     "weights": typed("weights", width), "kv": typed("kv", width),
     "utilization": typed("utilization", partial(number, most=1)),
