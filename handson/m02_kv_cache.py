@@ -31,6 +31,7 @@ There the lesson ends. What follows holds it to its word, and to yours:
 
     verify                   every claim derived a second time, and every mechanism graded
     your own model           what a config.json says of KV
+    sizing                   size: from a config.json, a card and lengths to a setting; traffic
     predict                  six questions to answer before reading
     arguments                what each parameter may be; here the bare mechanisms get their guard
     command line             no argument, --block N, --quiet, --verify, --model FILE, --predict
@@ -58,13 +59,13 @@ from itertools import accumulate, count, islice
 from typing import Any, NamedTuple, NoReturn, cast
 
 __all__ = [
-    "CARDS", "DENSE_FLOPS_PER_GPU", "DTYPE", "GIB", "HEAD_DIM", "KV_BUDGET_GIB", "KV_HEADS", "KV_PER_TOKEN",
-    "LAYERS", "N_PARAMS", "Q_HEADS", "TIERS", "Allocation", "OutOfPages", "PagePool", "Sequence",
-    "Served", "assembly", "break_even", "budget_share", "budget_tokens", "contiguous",
-    "expected_saving", "fetch_seconds", "kv_bytes", "kv_bytes_per_token", "kv_gib", "paged",
-    "parts", "preempted_tokens", "prefixed_lengths", "recompute_seconds", "resident_tokens",
-    "seq_lengths", "serve", "shared_prefix", "shortest_fetch", "size", "step_seconds", "traffic",
-    "verify",
+    "CARDS", "DENSE_FLOPS_PER_GPU", "DTYPE", "GIB", "HEAD_DIM", "KV_BUDGET_GIB", "KV_HEADS",
+    "KV_PER_TOKEN", "LAYERS", "N_PARAMS", "Q_HEADS", "TIERS", "Allocation", "OutOfPages",
+    "PagePool", "Sequence", "Served", "assembly", "break_even", "budget_share", "budget_tokens",
+    "contiguous", "expected_saving", "fetch_seconds", "kv_bytes", "kv_bytes_per_token", "kv_gib",
+    "paged", "parts", "preempted_tokens", "prefixed_lengths", "recompute_seconds",
+    "resident_tokens", "seq_lengths", "serve", "shared_prefix", "shortest_fetch", "size",
+    "step_seconds", "traffic", "verify",
 ]  # fmt: skip
 
 # ------------------------------------------------------------------------ constants and workload
@@ -2804,7 +2805,6 @@ REST_SHARE = 0.05  # of a card, for all but weights and KV: in block 1 it is 15.
 UTILIZATION = 0.92  # vLLM's default
 KEPT_FREE = 0.05  # the watermark of block 6's rule
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-PARAMS = ("n_params", "active_params")
 REACHED = {"peak": (1.0, 1.0), "50%, 80%": (0.5, 0.8)}  # of FLOP/s and of bandwidth
 
 Range = tuple[float, ...]  # a figure at each of REACHED
@@ -2975,7 +2975,8 @@ def recipe(config: Config, given: Parts, d: Deployment) -> None:
     """Print how `d` = size(config, **given) comes about: a line for each number, its name first."""
     gib, gb_per_s, tflops = given["card"]
     tp, each, rest = given["tp"], given["weight_bytes"], given["rest_gib"]
-    params, active = (billions(given[name] or given["n_params"]) for name in PARAMS)
+    params = billions(given["n_params"])
+    active = billions(given["active_params"] or given["n_params"])
     prompt, output = (f"{sum(column) / len(column):,.6g}" for column in zip(*given["requests"]))
     same = len(set(given["requests"])) == 1
     share, pool = f"(1 + {prompt} / {output})", f"{d.fill_pool:,.1f}"
@@ -2988,7 +2989,8 @@ def recipe(config: Config, given: Parts, d: Deployment) -> None:
         columns = "".join(f"{figure(scale * result):>11}" for result in results)
         print(f"  {name:<18} = {formula:<37} ={columns}")
 
-    print(f"  each GPU: {gib:g} GiB, {gb_per_s / 1000:g} TB/s, {tflops:g} TFLOP/s (lines round, results do not)\n")
+    print(f"  each: {gib:g} GiB, {gb_per_s / 1000:g} TB/s, {tflops:g} TFLOP/s", end=" ")
+    print("(what is printed is rounded)\n")
     line("memory shown", f"{tp} x {gib:.2f}", f"{d.memory_gib:.2f} GiB")
     line("of it in use", f"{d.memory_gib:.2f} x {given['utilization']:g}", f"{used:.2f} GiB")
     line("weights", f"{params} x {each:g} B / 2^30", f"{d.weights_gib:.2f} GiB")
@@ -3039,11 +3041,11 @@ def recipe(config: Config, given: Parts, d: Deployment) -> None:
     if rest is None:
         say(
             f"""The rest (activations, CUDA graphs, communication) is assumed: {REST_SHARE:.0%} of
-            what is shown, as in block 1. Engines' logs have 0.4 to 8 GiB a GPU. Yours prints what
-            it has (vLLM: GPU KV cache size, the tokens that fit): --rest puts it in."""
+            what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB a GPU. Yours prints the
+            tokens that fit (vLLM: GPU KV cache size); --rest GIB corrects the guess."""
         )
     if same:
-        say("Where lengths differ, sequences hold more: longer answers stay longer (--trace).")
+        say("Where lengths differ, sequences hold more, for long answers stay longer: --trace.")
     if each < DTYPE:
         say("Arithmetic is taken in 16 bits; --card GIB,GB/S,TFLOP/S may say another rate.")
     if active != params:
@@ -3121,6 +3123,11 @@ def traffic_table(row: Traffic) -> None:
         f"{row.requests:>10,}{row.prompt:>7,.0f}{row.output:>7,.0f}{row.prompt / row.output:>6.1f}"
         f"{row.fill_pool:>7,.0f}{row.fill_step:>7,.0f}{row.least:>7,.0f}{row.slots_per_s:>7,.0f}"
         f"{row.pages_per_s:>7,.0f}{row.ratio:>5.2f}x{row.again:>7.1%}"
+    )
+    say(
+        f"""The pool is {budget_tokens():,} tokens, a step {STEP_TOKENS:,}; the least is of these two
+        and the {MAX_NUM_SEQS:,} that vLLM runs. In slots of 8,192 tokens {budget_tokens() // 8192}
+        run; pages keep {KEPT_FREE:.0%} free. Again: prefill that preempted sequences repeat."""
     )
 
 
@@ -3624,11 +3631,12 @@ usage: m02_kv_cache [one of the following]
   --model FILE --params N --gpus N --card NAME --prompt N --output N
                 size a deployment, as a recipe. Instead of --prompt and --output:
                 --trace FILE, a CSV with ContextTokens and GeneratedTokens.
-                NAME: one of CARDS, or GIB,GB/S,TFLOP/S of one GPU (dense).
+                NAME: L4, A100-80G, H100-SXM, ... (a wrong one lists them), or
+                GIB,GB/S,TFLOP/S of one GPU (dense, 16 bits).
                 Also: --active N (parameters of a mixture of experts that a token
                 uses), --weights BYTES and --kv BYTES (of a parameter, of a value),
                 --utilization SHARE of the memory, --rest GIB of each GPU
-  --trace FILE  what pages are worth to these lengths, on the lesson's own server
+  --trace FILE  what pages are worth to these lengths, on the lesson's server
   --predict     guess six numbers first, and see how far off you are
   --help        this text
 """
