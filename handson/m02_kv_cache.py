@@ -30,7 +30,8 @@ There the lesson ends. What follows serves it, and holds it to its word:
     printing                 a lesson's text, its tables
     the quick scheduler      the decisions of Scheduler, fast enough for millions of tokens
     verify                   every claim derived a second time, and every mechanism graded
-    your own model           what a config.json says of KV, and a deployment sized from it
+    your own model           what a config.json says of KV
+    sizing                   size: from a config.json, a card and lengths to a setting; traffic
     predict                  six questions to answer before reading
     arguments                what each parameter may be; here the bare mechanisms get their guard
     command line             no argument, --block N, --quiet, --verify, --model FILE, --predict
@@ -40,6 +41,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import io
 import json
 import math
@@ -60,13 +62,13 @@ if sys.version_info < (3, 9):  # noqa: UP036 (whoever has an older one should be
     sys.exit(f"m02_kv_cache: needs Python 3.9 or newer, not {sys.version.split()[0]}")
 
 __all__ = [
-    "DENSE_FLOPS_PER_GPU", "DTYPE", "GIB", "HEAD_DIM", "KV_BUDGET_GIB", "KV_HEADS", "KV_PER_TOKEN",
-    "LAYERS", "N_PARAMS", "Q_HEADS", "TIERS", "Allocation", "OutOfPages", "PagePool", "Scheduler",
-    "Sequence", "Served", "Step", "assembly", "break_even", "budget_share", "budget_tokens",
-    "contiguous", "expected_saving", "fetch_seconds", "kv_bytes", "kv_bytes_per_token", "kv_gib",
-    "paged", "parts", "preempted_tokens", "prefixed_lengths", "recompute_seconds",
-    "resident_tokens", "ridge_tokens", "seq_lengths", "serve", "shared_prefix", "shortest_fetch",
-    "step_fills", "step_seconds", "verify",
+    "CARDS", "DENSE_FLOPS_PER_GPU", "DTYPE", "GIB", "HEAD_DIM", "KV_BUDGET_GIB", "KV_HEADS",
+    "KV_PER_TOKEN", "LAYERS", "N_PARAMS", "Q_HEADS", "TIERS", "Allocation", "OutOfPages",
+    "PagePool", "Scheduler", "Sequence", "Served", "Step", "assembly", "break_even", "budget_share",
+    "budget_tokens", "contiguous", "expected_saving", "fetch_seconds", "kv_bytes",
+    "kv_bytes_per_token", "kv_gib", "paged", "parts", "preempted_tokens", "prefixed_lengths",
+    "recompute_seconds", "resident_tokens", "ridge_tokens", "seq_lengths", "serve", "shared_prefix",
+    "shortest_fetch", "size", "step_fills", "step_seconds", "traffic", "verify",
 ]  # fmt: skip
 
 # ------------------------------------------------------------------------ constants and workload
@@ -1399,6 +1401,8 @@ def b6(s: Parts, show: bool) -> Parts:
         "resident_tokens": resident_tokens,
         "step_fills": step_fills,
         "preempted_tokens": preempted_tokens,
+        "size": size,
+        "traffic": traffic,
     }
 
 
@@ -3289,25 +3293,26 @@ def kv_bytes(config: Config, tokens: int = 1, dtype_bytes: float | None = None, 
 LARGEST = 2**24  # bytes of a config.json; real ones have thousands
 
 
-def model_table(path: str, budget_gib: float | None, s: Parts) -> None:
-    """Print the bytes of a token and of sequences for the config.json at `path`, or UsageError.
-
-    `path` may be - (standard input). With `budget_gib` it adds what so many GiB hold.
-    """
+def contents(option: str, path: str, largest: int) -> bytes:
+    """All bytes of the file at `path` (-: standard input), or UsageError."""
     try:
         if path == "-":
             stdin = getattr(sys.stdin, "buffer", sys.stdin)
-            text = stdin.read(LARGEST + 1) if stdin else b""
+            text = cast(bytes, stdin.read(largest + 1)) if stdin else b""
         else:
             with open(path, "rb") as file:
-                text = file.read(LARGEST + 1)
-        if len(text) > LARGEST:
-            raise MemoryError
-        config = json.loads(text)
-        per_token = s["kv_bytes"](config)
-        sizes = {context: s["kv_bytes"](config, context) for context in CONTEXTS}
+                text = file.read(largest + 1)
     except OSError as error:
-        raise UsageError(f"--model {path}: {error.strerror}") from None
+        raise UsageError(f"{option} {path}: {error.strerror}") from None
+    if len(text) > largest:
+        raise UsageError(f"{option} {path}: too large, more than {largest:,} bytes")
+    return text
+
+
+def config_at(path: str) -> dict[str, Any]:
+    """The config.json at `path`, which may be - (standard input), or UsageError."""
+    try:
+        config: dict[str, Any] = json.loads(contents("--model", path, LARGEST))
     except (MemoryError, RecursionError):
         raise UsageError(f"--model {path}: too large or nested too deeply") from None
     except UnicodeDecodeError:
@@ -3315,8 +3320,15 @@ def model_table(path: str, budget_gib: float | None, s: Parts) -> None:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         raise UsageError(f"--model {path}: not JSON: wrong at {where}") from None
-    except (TypeError, ValueError) as error:
+    except ValueError as error:  # a number of too many digits
         raise UsageError(f"--model {path}: {error}") from None
+    return config
+
+
+def model_table(path: str, config: Any, budget_gib: float | None, s: Parts) -> None:
+    """Print the bytes of a token and of sequences; with `budget_gib` also what it holds."""
+    per_token = s["kv_bytes"](config)
+    sizes = {context: s["kv_bytes"](config, context) for context in CONTEXTS}
     print(f"  {ascii_line(path)}")
     print(f"  = {per_token:,} B/token = {per_token / 1024:,.10g} KiB per token\n")
     budget = int(budget_gib * GIB) if budget_gib and per_token else 0
@@ -3337,6 +3349,419 @@ def model_table(path: str, budget_gib: float | None, s: Parts) -> None:
         names none or float32, 2 bytes a value, as engines run those. A GPU of a tensor-parallel
         replica holds less, and repeats what it cannot split: kv_bytes(config, tp=...) says."""
     )
+
+
+# ---------------------------------------------------------------------------------------- sizing
+
+# From a model, cards and lengths to a setting. Everything but the rest is arithmetic of blocks 1, 2
+# and 6, and recipe() prints it so that a pencil can follow.
+
+
+class Card(NamedTuple):
+    """One GPU: what it has, reads and computes."""
+
+    gib: float  # as the runtime reports it: what an engine's utilization applies to
+    gb_per_s: float
+    tflops: float  # BF16, without sparsity
+
+
+# GB/s and TFLOP/s are the vendors' (their sparse TFLOP/s halved); GiB are "total capacity" and
+# "total_gpu_memory" in public logs, 0.3 to 0.7 less than nvidia-smi shows, and 0.2 with the driver.
+CARDS = {
+    "A100-40G": Card(39.38, 1555, 312),  # vLLM issue 16570
+    "A100-80G": Card(79.15, 2039, 312),  # SXM; 79.25 in kvcached issue 110
+    "H100-SXM": Card(79.11, TIERS["GPU HBM"], DENSE_FLOPS_PER_GPU / 1e12),  # vLLM issue 27508
+    "H100-PCIe": Card(79.11, 2000, 756.5),  # GiB of the SXM card
+    "H200": Card(139.80, 4800, DENSE_FLOPS_PER_GPU / 1e12),  # PyTorch's out-of-memory messages
+    "B200": Card(178.35, 8000, 2250),  # the same; at 1,000 W
+    "L40S": Card(44.39, 864, 362),  # the same; 44.52 in vLLM issue 14011
+    "L4": Card(22.03, 300, 121),  # the same
+    "A10G": Card(21.99, 600, 70),  # Unsloth's banner; an A10 computes 125
+    "RTX-4090": Card(23.53, 1008, 165.2),  # the same; with FP32 accumulation
+    "MI300X": Card(191.98, 5300, 1307),  # PyTorch's out-of-memory messages
+}
+REST_SHARE = 0.05  # of a card, for all but weights and KV: in block 1 it is 15.7 of 318.6 GiB
+UTILIZATION = 0.92  # vLLM's default
+KEPT_FREE = 0.05  # the watermark of block 6's rule
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+REACHED = {"peak": (1.0, 1.0), "50%, 80%": (0.5, 0.8)}  # of FLOP/s and of bandwidth
+
+Range = tuple[float, ...]  # a figure at each of REACHED
+
+
+class Deployment(NamedTuple):
+    """A replica sized for its traffic, in the order in which a pencil gets there."""
+
+    memory_gib: float  # of all its GPUs, as the runtime reports it
+    weights_gib: float
+    rest_gib: float  # activations, CUDA graphs, communication: assumed, unless given
+    budget_gib: float  # what is left for KV
+    bytes_on_each: int  # KV of a token on one GPU
+    kv_per_token: int  # and on all of them
+    tokens: int  # that fit the budget
+    resident: float  # tokens that a running sequence holds
+    fill_pool: float  # sequences that fill the pool, on average
+    fill_step: float  # sequences whose decode and prefill fill a step of 8,192 tokens
+    limit: str  # the lesser of the two
+    max_num_seqs: int  # with 5% of the pages kept free
+    max_num_seqs_alone: int  # for an engine that cannot keep pages free
+    running: float  # sequences, with 5% kept free
+    step_tokens: float  # what they compute in a step
+    ridge: Range  # tokens a step from which computing takes longer than reading the weights
+    weights_s: Range  # seconds of reading the weights
+    step_s: Range  # seconds of a step
+    tokens_per_s: Range
+    per_user: Range  # tokens/s of one sequence
+    first_token_s: Range  # seconds to the first token of a mean prompt, on an idle server
+
+
+def size(
+    config: Config,
+    requests: Iterable[tuple[int, int]],
+    card: Card,
+    n_params: float,
+    tp: int = 1,
+    active_params: float | None = None,
+    weight_bytes: float = DTYPE,
+    dtype_bytes: float | None = None,
+    utilization: float = UTILIZATION,
+    rest_gib: float | None = None,
+) -> Deployment:
+    """Size a replica of `tp` cards for a model's config.json and (prompt, output) requests.
+
+    `card` is a name in CARDS or (GiB, GB/s, dense TFLOP/s). `active_params` are those that a token
+    uses; a mixture of experts must say. Parameters take `weight_bytes` bytes, values of KV
+    `dtype_bytes` (None: what the config says). An engine may use `utilization` of the memory, and
+    needs `rest_gib` of each GPU for more than weights and KV (None: 5% of the card, as in block 1).
+
+    The setting follows block 6: keep 5% of the pages free, and let as many run as fill the pool or
+    the step. Where an engine cannot keep pages free, n - 2 sqrt(n) of the n that fill the pool.
+    Times are step_seconds at the peak, and at 50% MFU and 80% of the bandwidth.
+
+    >>> llama = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
+    ...     "num_key_value_heads": 8, "hidden_size": 4096}
+    >>> l4 = size(llama, [(2000, 500)], card="L4", n_params=8.03e9)
+    >>> l4.tokens, round(l4.fill_pool, 1), l4.limit
+    (34480, 15.3, 'KV memory')
+    """
+    gib, gb_per_s, tflops = card
+    if active_params is None and experts(config):
+        raise ValueError(f"active_params is missing: config has {experts(config)}, and uses a few")
+    if active_params is not None and active_params > n_params:
+        raise ValueError(f"active_params = {active_params:g} is more than all {n_params:g}")
+    requests = list(requests)
+    resident = resident_tokens(requests)
+    prompt = sum(prompt for prompt, _ in requests) / len(requests)
+
+    memory = tp * gib
+    weights = n_params * weight_bytes / GIB
+    rest = tp * (REST_SHARE * gib if rest_gib is None else rest_gib)
+    budget = memory * utilization - weights - rest
+    if budget <= 0:
+        raise ValueError(
+            f"no memory is left for KV: {memory:.2f} GiB x {utilization:g}"
+            f" - {weights:.2f} of weights - {rest:.2f} for the rest = {budget:.2f}"
+        )
+    length = math.ceil(resident)  # where layers have a window, a longer sequence costs less a token
+    on_each = math.ceil(kv_bytes(config, length, dtype_bytes, tp) / length)
+    if not on_each:
+        raise ValueError("no layer keeps KV: its memory is never the limit")
+    tokens = budget_tokens(budget, tp * on_each)
+    longest = max(prompt + output for prompt, output in requests)
+    if longest > tokens:
+        raise ValueError(f"a request of {longest:,} tokens never fits a pool of {tokens:,}")
+
+    fill_pool, fill_step = tokens / resident, step_fills(requests, STEP_TOKENS)
+    running = max(1, min((1 - KEPT_FREE) * fill_pool, fill_step))
+    step_tokens = running * STEP_TOKENS / fill_step
+    speeds: list[Parts] = [
+        {
+            "n_params": n_params, "active_params": active_params, "weight_bytes": weight_bytes,
+            "flops_per_gpu": tflops * 1e12, "gb_per_s": gb_per_s, "mfu": mfu, "mbu": mbu,
+        }
+        for mfu, mbu in REACHED.values()
+    ]  # fmt: skip
+
+    def seconds(tokens: float, held_tokens: float) -> Range:
+        kv = tp * on_each
+        return tuple(step_seconds(tokens, held_tokens, kv, tp=tp, **speed) for speed in speeds)
+
+    step_s = seconds(step_tokens, running * resident)
+    return Deployment(
+        memory, weights, rest, budget, on_each, tp * on_each, tokens, resident,
+        fill_pool, fill_step, "KV memory" if fill_pool <= fill_step else "the step",
+        max(1, math.ceil(min(fill_pool, fill_step))),
+        max(1, int(min(fill_pool - 2 * math.sqrt(fill_pool), fill_step))),
+        running, step_tokens,
+        ridge=tuple(ridge_tokens(**speed) for speed in speeds),
+        weights_s=seconds(0, 0),
+        step_s=step_s,
+        tokens_per_s=tuple(running / step for step in step_s),
+        per_user=tuple(1 / step for step in step_s),
+        first_token_s=seconds(prompt, prompt),
+    )  # fmt: skip
+
+
+def experts(config: Config) -> str:
+    """What a config says of a mixture of experts, or nothing."""
+    for part in (config, *config.values()):
+        for name in EXPERTS if isinstance(part, Mapping) else ():
+            if isinstance(part.get(name), int) and part[name] > 1:
+                return f"{name} = {part[name]}"
+    return ""
+
+
+def card_of(name: str, value: Any) -> Card:
+    """A card by its name, or from its GiB, GB/s and dense TFLOP/s."""
+    if isinstance(value, str):
+        found = {known.lower(): card for known, card in CARDS.items()}.get(value.lower())
+        if found is None:
+            raise ValueError(
+                f"{name} must be GiB,GB/s,TFLOP/s (dense) or {', '.join(CARDS)}, not {value!a}"
+            )
+        return found
+    try:
+        gib, gb_per_s, tflops = value
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be (GiB, GB/s, TFLOP/s), not {shown(value)}") from None
+    return Card(
+        number(f"{name} GiB", gib, 1e-3, 1e6),
+        number(f"{name} GB/s", gb_per_s, 1e-3, 1e9),
+        number(f"{name} TFLOP/s", tflops, 1e-3, 1e9),
+    )
+
+
+def bytes_in_words(config: Config, width: float, tp: int, on_each: int) -> str:
+    """How a token's bytes on one GPU come about, where plain settings of the config say it."""
+    nested = (part for part in config.values() if isinstance(part, dict) and "hidden_size" in part)
+    said: Any = next(nested, config)
+    layers = said.get("num_hidden_layers")
+    with contextlib.suppress(Exception):
+        if said.get("kv_lora_rank"):
+            latent, rope = said["kv_lora_rank"], said["qk_rope_head_dim"]
+            values, words = layers * (latent + rope), f"{layers} layers x ({latent} + {rope})"
+        else:
+            heads = max(1, said["num_key_value_heads"] // tp)
+            head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
+            values = 2 * layers * heads * head_dim
+            words = f"2 x {layers} layers x {heads} KV heads x {head_dim}"
+        if values * width == on_each:
+            return f"{words} x {width:g} B"
+    return f"kv_bytes(config, tp={tp}), from its class"
+
+
+def recipe(config: Config, given: Parts, d: Deployment) -> None:
+    """Print how `d` = size(config, **given) comes about: a line for each number, its name first."""
+    gib, gb_per_s, tflops = given["card"]
+    tp, each, rest = given["tp"], given["weight_bytes"], given["rest_gib"]
+    params = billions(given["n_params"])
+    active = billions(given["active_params"] or given["n_params"])
+    prompt, output = (f"{sum(column) / len(column):,.6g}" for column in zip(*given["requests"]))
+    same = len(set(given["requests"])) == 1
+    share, pool = f"(1 + {prompt} / {output})", f"{d.fill_pool:,.1f}"
+    used, held = d.memory_gib * given["utilization"], d.running * d.resident
+
+    def line(name: str, formula: str, result: str) -> None:
+        print(f"  {name:<18} = {formula:<41} = {result}")
+
+    def both(name: str, formula: str, results: Range, scale: float = 1) -> None:
+        columns = "".join(f"{figure(scale * result):>11}" for result in results)
+        print(f"  {name:<18} = {formula:<37} ={columns}")
+
+    print(f"  each: {gib:g} GiB, {gb_per_s / 1000:g} TB/s, {tflops:g} TFLOP/s", end=" ")
+    print("(what is printed is rounded)\n")
+    line("memory shown", f"{tp} x {gib:.2f}", f"{d.memory_gib:.2f} GiB")
+    line("of it in use", f"{d.memory_gib:.2f} x {given['utilization']:g}", f"{used:.2f} GiB")
+    line("weights", f"{params} x {each:g} B / 2^30", f"{d.weights_gib:.2f} GiB")
+    if rest is None:
+        line("the rest, assumed", f"{d.memory_gib:.2f} x {REST_SHARE}", f"{d.rest_gib:.2f} GiB")
+    else:
+        line("the rest, given", f"{tp} x {rest:g}", f"{d.rest_gib:.2f} GiB")
+    left = f"{used:.2f} - {d.weights_gib:.2f} - {d.rest_gib:.2f}"
+    line("KV budget", left, f"{d.budget_gib:.2f} GiB")
+    words = bytes_in_words(config, given["dtype_bytes"] or DTYPE, tp, d.bytes_on_each)
+    line("a token, each GPU", words, f"{d.bytes_on_each:,} B")
+    line("a token, in all", f"{tp} x {d.bytes_on_each:,}", f"{d.kv_per_token:,} B")
+    line("tokens that fit", f"{d.budget_gib:.2f} x 2^30 / {d.kv_per_token:,}", f"{d.tokens:,}")
+    life = f"{prompt} + {output} / 2" if same else "E[p x o + o^2 / 2] / E[o]"
+    line("a sequence holds", f"{life} + 16 / 2", f"{d.resident:,.1f} tokens")
+    line("fill the pool", f"{d.tokens:,} / {d.resident:,.1f}", f"{pool} sequences")
+    line("fill a step", f"{STEP_TOKENS:,} / {share}", f"{d.fill_step:,.1f} sequences")
+    line("the limit", "the lesser of the two", d.limit)
+
+    print(f"\n  THE SETTING, with max_num_batched_tokens {STEP_TOKENS:,}")
+    line("watermark", "pages kept free, where the engine can", f"{KEPT_FREE}")
+    line("max_num_seqs", "the lesser of the two, rounded up", f"{d.max_num_seqs:,}")
+    most = f", at most {d.fill_step:,.1f}" if d.limit == "the step" else ""
+    alone = f"{pool} - 2 x sqrt({pool}){most}"
+    line("without watermark", alone, f"max_num_seqs {d.max_num_seqs_alone:,}")
+    line("so there run", f"{1 - KEPT_FREE:g} x {pool}{most}", f"{d.running:,.1f} sequences")
+    line("a step computes", f"{d.running:,.1f} x {share}", f"{d.step_tokens:,.1f} tokens")
+    line("a step reads KV of", f"{d.running:,.1f} x {d.resident:,.1f}", f"{held:,.0f} tokens")
+
+    print("\n" + " " * 62 + "".join(f"{name:>11}" for name in REACHED))
+    ridge, bandwidth = f"{tflops:g} / {gb_per_s / 1000:g}", f"({tp} x {gb_per_s / 1000:g}e12)"
+    wider = f" x {each:g} / 2" if each != DTYPE else ""
+    sparse = f" x {params} / {active}" if active != params else ""
+    both("ridge, tokens", ridge + wider + sparse, d.ridge)
+    both("read weights, ms", f"{params} x {each:g} / {bandwidth}", d.weights_s, 1000)
+    compute = tuple(s * d.step_tokens / ridge for s, ridge in zip(d.weights_s, d.ridge))
+    both("compute, ms", f"{d.step_tokens:,.1f} / ridge x that", compute, 1000)
+    kv = tuple(s - max(both) for s, *both in zip(d.step_s, d.weights_s, compute))
+    both("read KV, ms", f"{held:,.0f} x {d.kv_per_token:,} / {bandwidth}", kv, 1000)
+    both("a step, ms", "the longer of the first two, + KV", d.step_s, 1000)
+    both("tokens/s", f"{d.running:,.1f} / a step", d.tokens_per_s)
+    both("tokens/s, a user", "1 / a step", d.per_user)
+    both("first token, ms", f"a step of {prompt} tokens: idle server", d.first_token_s, 1000)
+    say(
+        """Left, the hardware's peak; right, 50% MFU and 80% of the bandwidth. Communication between
+        GPUs and the FLOP of attention are in neither."""
+    )
+    if rest is None:
+        say(
+            f"""The rest (activations, CUDA graphs, communication) is assumed: {REST_SHARE:.0%} of
+            what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB a GPU. Yours prints
+            the tokens that fit (vLLM: GPU KV cache size); --rest GIB corrects the guess."""
+        )
+    if same:
+        say("Where lengths differ, sequences hold more, for long answers stay longer: --trace.")
+    if each < DTYPE:
+        say("Arithmetic is taken in 16 bits; --card GIB,GB/S,TFLOP/S may say another rate.")
+    if active != params:
+        say("Every expert is read in every step: true of large steps, too slow for small ones.")
+    if d.kv_per_token > kv_bytes(config, 1, given["dtype_bytes"]):
+        say(
+            """A latent, or a KV head where there are more GPUs, is whole on each GPU: the tokens
+            that fit are what the budget of one GPU holds."""
+        )
+    if d.bytes_on_each < kv_bytes(config, 1, given["dtype_bytes"], tp):
+        say(f"Layers with a window keep less: a token's share of {d.resident:,.0f} is counted.")
+
+
+def billions(params: float) -> str:
+    """A number of parameters, as people write it."""
+    return f"{params / 1e9:.6g}e9"
+
+
+def figure(result: float) -> str:
+    """Three digits or more."""
+    return f"{result:,.{0 if result >= 999.5 else 1 if result >= 10 else 2}f}"
+
+
+class Traffic(NamedTuple):
+    """What pages are worth to requests of these lengths, on the lesson's own server."""
+
+    requests: int
+    prompt: float  # mean tokens
+    output: float
+    fill_pool: float  # sequences that fill the pool, on average
+    fill_step: float  # and a step of 8,192 tokens
+    least: float  # of these two and vLLM's 1,024
+    slots_per_s: float  # tokens/s with as many as 8,192-token slots hold
+    pages_per_s: float  # with pages, 5% kept free
+    again: float  # prefill computed again, over what is computed for the first time
+
+    @property
+    def ratio(self) -> float:
+        """How often pages make as many tokens/s as slots."""
+        return self.pages_per_s / self.slots_per_s
+
+
+MAX_NUM_SEQS = 1024  # vLLM's, serving on an H100
+
+
+def traffic(requests: Iterable[tuple[int, int]]) -> Traffic:
+    """What pages are worth to these requests: the lesson's model, GPUs and 35,328 pages.
+
+    Both servers prefill in the same steps, of 8,192 tokens at most. All requests wait from the
+    start, in the order given.
+    """
+    requests = list(requests)
+    pages = budget_tokens() // 16
+    slots = contiguous(requests, 8192).batch
+    fill_pool = budget_tokens() / resident_tokens(requests)
+    fill_step = step_fills(requests, STEP_TOKENS)
+    in_slots = serve(requests, pages, max_running=slots, max_batched_tokens=STEP_TOKENS)
+    in_pages = serve(
+        requests, pages, watermark=KEPT_FREE, max_running=MAX_NUM_SEQS,
+        max_batched_tokens=STEP_TOKENS,
+    )  # fmt: skip
+    prompt, output = (sum(column) / len(requests) for column in zip(*requests))
+    return Traffic(
+        len(requests), prompt, output,
+        fill_pool, fill_step, min(fill_pool, fill_step, MAX_NUM_SEQS),
+        in_slots.tokens_per_s, in_pages.tokens_per_s, in_pages.again,
+    )  # fmt: skip
+
+
+def traffic_table(row: Traffic) -> None:
+    """Print a row of real traffic under its heading."""
+    print(f"{'mean tokens':>23}{'sequences that fill':>29}{'tokens/s with':>17}")
+    print("  requests prompt output ratio   pool   step  least  slots  pages worth  again")
+    print(
+        f"{row.requests:>10,}{row.prompt:>7,.0f}{row.output:>7,.0f}{row.prompt / row.output:>6.1f}"
+        f"{row.fill_pool:>7,.0f}{row.fill_step:>7,.0f}{row.least:>7,.0f}{row.slots_per_s:>7,.0f}"
+        f"{row.pages_per_s:>7,.0f}{row.ratio:>5.2f}x{row.again:>7.1%}"
+    )
+    say(
+        f"""The pool is {budget_tokens():,} tokens, a step {STEP_TOKENS:,}; the least is of these
+        two and the {MAX_NUM_SEQS:,} that vLLM runs. In slots of 8,192 tokens {budget_tokens() // 8192}
+        run; pages keep {KEPT_FREE:.0%} free. Again: prefill that preempted sequences repeat."""
+    )
+
+
+COLUMNS = ("ContextTokens", "GeneratedTokens")  # of a trace, as in Azure's
+
+
+def requests_at(path: str) -> list[tuple[int, int]]:
+    """The (prompt, output) requests of the trace at `path`, or UsageError."""
+    text = contents("--trace", path, 2**28)
+    try:
+        rows = csv.DictReader(io.StringIO(text.decode("utf-8-sig"), newline=""))
+        missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
+        if missing:
+            raise UsageError(f"--trace {path}: no column {missing[0]} in the first line")
+        requests = []
+        for row in rows:
+            prompt, output = (int(row[name] or "") for name in COLUMNS)
+            if prompt < 0 or output < 1:
+                raise ValueError
+            requests.append((prompt, output))
+    except UnicodeDecodeError:
+        raise UsageError(f"--trace {path}: no text in UTF-8") from None
+    except csv.Error as error:
+        raise UsageError(f"--trace {path}: line {rows.line_num}: {error}") from None
+    except ValueError:
+        message = f"line {rows.line_num}: {COLUMNS[0]} must be 0 or more, {COLUMNS[1]} 1 or more"
+        raise UsageError(f"--trace {path}: {message}") from None
+    if not requests:
+        raise UsageError(f"--trace {path}: no requests")
+    return requests
+
+
+def deploy(mode: argparse.Namespace, config: Config, s: Parts) -> None:
+    """Size the deployment that the command line describes, and print the recipe."""
+    mapping("config", config)
+    lengths = mode.trace is not None or None not in (mode.prompt, mode.output)
+    asked = {
+        "--params N": mode.params, "--gpus N": mode.gpus, "--card NAME": mode.card,
+        "--prompt N and --output N, or --trace FILE": lengths or None,
+    }  # fmt: skip
+    missing = [option for option, value in asked.items() if value is None]
+    if mode.active is None and experts(config):
+        missing.append(f"--active N (parameters that a token uses: {experts(config)})")
+    if missing:
+        raise UsageError(f"to size a deployment, add {'; '.join(missing)}")
+    given = {
+        "requests": requests_at(mode.trace) if mode.trace else [(mode.prompt, mode.output)],
+        "card": mode.card, "n_params": mode.params, "tp": mode.gpus,
+        "active_params": mode.active, "weight_bytes": mode.weights or DTYPE,
+        "dtype_bytes": mode.kv, "utilization": mode.utilization or UTILIZATION,
+        "rest_gib": mode.rest,
+    }  # fmt: skip
+    sized = s["size"](config, **given)
+    print(f"  {ascii_line(mode.model)} on {mode.gpus} GPU{'s' if mode.gpus > 1 else ''}")
+    recipe(config, given, sized)
 
 
 # --------------------------------------------------------------------------------------- predict
@@ -3687,17 +4112,21 @@ ALLOWED: dict[str, Callable[[str, Any], Any]] = {
     "n": partial(whole, most=10**8), "seed": partial(whole, least=-MANY),
     "gib": anything, "private": anything, "budget_gib": partial(number, most=1e9),
     "gb_per_s": number, "n_params": number, "flops_per_gpu": number, "mfu": partial(number, most=1),
+    "mbu": partial(number, most=1), "active_params": partial(optional, rule=number),
+    "weight_bytes": width,
     "attention": truth, "copy_on_write": truth,
     "occupancy": partial(number, least=0, most=1), "watermark": share_below_one,
     "max_running": partial(optional, rule=some), "step_seconds": clock,
     "fetch_seconds kv_per_token": number, "break_even kv_per_token": number,
     "step_seconds kv_per_token": number, "step_seconds tokens": anything,
-    "step_seconds held_tokens": anything, "mbu": partial(number, most=1),
-    "active_params": partial(optional, rule=number), "weight_bytes": number,
+    "step_seconds held_tokens": anything,
     "max_batched_tokens": partial(optional, rule=some),
     "step_fills max_batched_tokens": number, "prefix_caching": truth, "break_even prefix": some,
     "shortest_fetch gb_per_s": partial(number, least=1e-3),
     "kv_bytes dtype_bytes": partial(optional, rule=width),
+    "size dtype_bytes": partial(optional, rule=width), "card": card_of,
+    "utilization": partial(number, most=1),
+    "rest_gib": partial(optional, rule=partial(number, least=0, most=1e6)),
 }  # fmt: skip
 
 
@@ -3724,7 +4153,7 @@ for bare in (
     seq_lengths, kv_bytes_per_token, kv_gib, budget_share, kv_bytes, budget_tokens, contiguous,
     paged, prefixed_lengths, shared_prefix, expected_saving, fetch_seconds, recompute_seconds,
     break_even, shortest_fetch, preempted_tokens, step_seconds, ridge_tokens, resident_tokens,
-    step_fills, serve,
+    step_fills, serve, size, traffic,
 ):  # fmt: skip
     globals()[bare.__name__] = guarded(bare)
 
@@ -3817,12 +4246,21 @@ usage: m02_kv_cache [one of the following]
   --verify      check the 14 claims; exit 1 if one fails
   --model FILE  block 1's table for a model's config.json (-: standard input);
                 with --budget GIB also what fits into so much memory
+  --model FILE --params N --gpus N --card NAME --prompt N --output N
+                size a deployment, as a recipe. Instead of --prompt and --output:
+                --trace FILE, a CSV with ContextTokens and GeneratedTokens.
+                NAME: L4, A100-80G, H100-SXM, ... (a wrong one lists them), or
+                GIB,GB/S,TFLOP/S of one GPU (dense, 16 bits).
+                Also: --active N (parameters of a mixture of experts that a token
+                uses), --weights BYTES and --kv BYTES (of a parameter, of a value),
+                --utilization SHARE of the memory, --rest GIB of each GPU
+  --trace FILE  what pages are worth to these lengths, on the lesson's server
   --predict     guess six numbers first, and see how far off you are
   --help        this text
 """
 MODES = (
     "use nothing, --block N (N from 1 to 6), --quiet, --verify, --model FILE [--budget GIB],"
-    " --predict or --help"
+    " --trace FILE, --predict or --help"
 )
 
 
@@ -3856,6 +4294,41 @@ def gib(text: str) -> float:
     return size
 
 
+def typed(name: str, rule: Callable[[str, Any], Any]) -> Callable[[str], Any]:
+    """How to read the number that is typed for an option, which `rule` allows or not."""
+
+    def read(text: str) -> Any:
+        try:
+            value = float(text)
+            return rule(name, int(value) if value.is_integer() else value)
+        except (TypeError, ValueError) as error:
+            reason = error if str(error).startswith(name) else f"{text!a} is not a number"
+            raise argparse.ArgumentTypeError(str(reason)) from None
+
+    return read
+
+
+def card(text: str) -> Card:
+    """A card, as it is typed: its name, or three numbers with commas between them."""
+    try:
+        return card_of("card", tuple(map(float, text.split(","))) if "," in text else text)
+    except (TypeError, ValueError) as error:
+        reason = error if str(error).startswith("card") else f"{text!a} is not GIB,GB/S,TFLOP/S"
+        raise argparse.ArgumentTypeError(str(reason)) from None
+
+
+SIZING: dict[str, Callable[[str], Any]] = {  # the options that size a deployment
+    "params": typed("params", partial(number, least=1e6)),
+    "active": typed("active", partial(number, least=1e6)),
+    "gpus": typed("gpus", partial(whole, least=1, most=10**6)), "card": card,
+    "weights": typed("weights", width), "kv": typed("kv", width),
+    "utilization": typed("utilization", partial(number, most=1)),
+    "rest": typed("rest", partial(number, least=0, most=1e6)),
+    "prompt": typed("prompt", partial(whole, most=10**9)),
+    "output": typed("output", partial(whole, least=1, most=10**9)), "trace": str,
+}  # fmt: skip
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The mode that the command line asks for, or UsageError."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -3867,12 +4340,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     modes.add_argument("--predict", action="store_true")
     modes.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--budget", type=gib, action="append")
+    for name, kind in SIZING.items():
+        parser.add_argument(f"--{name}", type=kind, action="append")
     mode = parser.parse_args(argv)
-    for name in ("block", "model", "budget"):
-        if len(getattr(mode, name) or ()) > 1:
-            parser.error(f"argument --{name}: given more than once")
-    if mode.budget and not mode.model:
-        parser.error("argument --budget: only with --model FILE")
+    for name, values in vars(mode).items():
+        if isinstance(values, list):
+            if len(values) > 1:
+                parser.error(f"argument --{name}: given more than once")
+            setattr(mode, name, values[0])
+    sizing = [name for name in SIZING if getattr(mode, name) is not None]
+    mode.sizes = bool(sizing) and mode.model is not None
+    alone = not (mode.block or mode.quiet or mode.verify or mode.predict or mode.help)
+    for name in [*(["budget"] if mode.budget else []), *sizing]:
+        if mode.model is None and not (sizing == ["trace"] == [name] and alone):
+            parser.error(f"argument --{name}: only with --model FILE")
+    if mode.sizes and mode.budget:
+        parser.error(f"argument --budget: not with --{sizing[0]}, which sizes the budget")
+    if mode.trace is not None and (mode.prompt, mode.output) != (None, None):
+        parser.error("argument --trace: not with --prompt or --output")
     return mode
 
 
@@ -3886,16 +4371,30 @@ def run(mode: argparse.Namespace) -> int:
         return predict(parts())
     elif mode.quiet:
         assembly(parts())
-    elif mode.model:
-        model_table(mode.model[0], mode.budget and mode.budget[0], parts())
+    elif mode.model is not None:
+        config = config_at(mode.model)
+        try:
+            if mode.sizes:
+                deploy(mode, config, parts())
+            else:
+                model_table(mode.model, config, mode.budget, parts())
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"--model {mode.model}: {error}") from None
+    elif mode.trace is not None:
+        requests = requests_at(mode.trace)
+        try:
+            row = traffic(requests)
+        except ValueError as error:
+            raise UsageError(f"--trace {mode.trace}: {error}") from None
+        print(f"  {ascii_line(mode.trace)} on 4 x H100, a 70B model, 35,328 pages of 16 tokens\n")
+        traffic_table(row)
     elif mode.block:
-        (chosen,) = mode.block
-        first = prerequisites(chosen)
+        first = prerequisites(mode.block)
         s = collect(first)
         if first:
             plural = "s" if len(first) > 1 else ""
             print(f"(Ran silently first: block{plural} {', '.join(map(str, first))}.)")
-        collect([chosen], show=True, s=s)
+        collect([mode.block], show=True, s=s)
     else:
         assembly(collect(BLOCKS, show=True))
     return 0

@@ -1383,6 +1383,312 @@ class Configs(unittest.TestCase):
                 self.assertIsInstance(held, int)
 
 
+# What engines printed of themselves: model, GiB that one GPU showed, GPUs, utilization, then on each
+# GPU GiB of weights, of everything else but KV, and of KV; pages of 16 tokens (None: not printed).
+ENGINE_LOGS = {
+    "vLLM pull request 10511": (
+        config_of("llama", 32, 32, 8, 4096), 79.22, 1, 0.90, 14.96, 1.79 + 1.26, 53.29, None),
+    "vLLM issue 13061": (
+        config_of("qwen2", 48, 40, 8, 5120), 23.55, 2, 0.98, 13.95, 0.25 + 0.19, 8.69, None),
+    "Phi-4, 4 bits, A100-SXM4-80GB": (
+        config_of("phi3", 40, 40, 10, 5120), 79.15, 1, 0.696, 8.63, 0.09 + 1.16, 45.21, 14_815),
+    "vLLM issue 10517, 20,000": (
+        config_of("llama", 32, 32, 8, 4096), 23.58, 1, 0.90, 14.99, 2.07 + 0.35, 3.81, 1_952),
+    "vLLM issue 10517, 29,000": (
+        config_of("llama", 32, 32, 8, 4096), 23.58, 1, 0.90, 14.99, 2.99 + 0.35, 2.89, 1_478),
+}  # fmt: skip
+QWEN_30B_A3B = config_of("qwen3_moe", 48, 32, 4, 2048, head_dim=128, num_experts=128)
+QWEN_235B_A22B = config_of("qwen3_moe", 94, 64, 4, 4096, head_dim=128, num_experts=128)
+QWEN_32B = config_of("qwen2", 64, 40, 8, 5120)
+# And where the rest is assumed: model, GiB, GPUs, parameters, bytes of one, utilization, the tokens
+# that the engine printed, and how far off the recipe is.
+ASSUMED_LOGS = {
+    "vLLM pull request 10511": (
+        config_of("llama", 32, 32, 8, 4096), 79.22, 1, 8.03e9, 2, 0.90, 436_552, -0.017),
+    "vLLM pull request 10511, tp=2": (
+        config_of("llama", 32, 32, 8, 4096), 79.22, 2, 8.03e9, 2, 0.90, 966_164, 0.015),
+    "vLLM pull request 2031, Llama-2-7B": (
+        config_of("llama", 32, 32, 32, 4096), 79.15, 1, 6.74e9, 2, 0.90, 7_351 * 16, -0.047),
+    "vLLM pull request 4454, A6000": (
+        config_of("llama", 32, 32, 8, 4096), 47.54, 1, 8.03e9, 2, 0.90, 13_248 * 16, -0.016),
+    "vLLM issue 17327, 4 x A10": (QWEN_30B_A3B, 22.06, 4, 30.5e9, 2, 0.90, 198_784, 0.0),
+    "vLLM issue 13061, 2 x RTX 4090": (
+        config_of("qwen2", 48, 40, 8, 5120), 23.55, 2, 14.8e9, 2, 0.98, 81_536, 0.087),
+    "vLLM pull request 12569, w8a8": (
+        config_of("llama", 80, 64, 8, 8192), 79.11, 1, 72.7e9, 1, 0.98, 1_381 * 16, -0.130),
+    # Far off: whole prompts of 20,000 tokens were profiled; a large mixture of experts needs more.
+    "vLLM issue 10517, RTX 3090": (
+        config_of("llama", 32, 32, 8, 4096), 23.58, 1, 8.03e9, 2, 0.90, 1_952 * 16, 0.334),
+    "vLLM issue 21348, 4 x H100": (QWEN_235B_A22B, 79.11, 4, 235.1e9, 1, 0.90, 178_880, 0.560),
+}  # fmt: skip
+QUESTION = (
+    "--model", "-", "--params", "32.8e9", "--gpus", "2", "--card", "A100-80G", "--prompt", "2000",
+    "--output", "500",
+)  # fmt: skip
+
+
+def changed(*options, without=()):
+    """QUESTION with other options, or without some."""
+    pairs = dict(zip(QUESTION[::2], QUESTION[1::2]))
+    pairs.update(zip(options[::2], options[1::2]))
+    return [word for pair in pairs.items() if pair[0] not in without for word in pair]
+
+
+class Sizing(unittest.TestCase):
+    def test_engine_logs(self):
+        for log, (config, shown, tp, used, weights, rest, kv, pages) in ENGINE_LOGS.items():
+            with self.subTest(log):
+                sized = lesson.size(
+                    config, [(1, 1)], (shown, 1, 1), weights * tp * 2**30, tp, weight_bytes=1,
+                    utilization=used, rest_gib=rest,
+                )  # fmt: skip
+                self.assertAlmostEqual(sized.budget_gib / tp, kv, delta=0.02)
+                if pages:
+                    self.assertAlmostEqual(sized.tokens / 16 / pages, 1, delta=0.005)
+
+    def test_engine_logs_where_the_rest_is_assumed(self):
+        for log, (config, shown, tp, params, each, used, tokens, off) in ASSUMED_LOGS.items():
+            with self.subTest(log):
+                active = params / 10 if "num_experts" in config else None
+                sized = lesson.size(
+                    config, [(1, 1)], (shown, 1, 1), params, tp, active, each, utilization=used
+                )
+                self.assertAlmostEqual(sized.tokens / tokens - 1, off, delta=0.001)
+
+    def test_a_latent_is_whole_on_each_gpu(self):
+        # vLLM pull request 20665: DeepSeek-V2-Lite on L4s, tensor parallel by 2; the fewest tokens
+        # have a GPU with 13 of the layers, 11.33 GiB of KV and 807,792 tokens.
+        config = config_of(
+            "deepseek_v2", 13, 16, 16, 2048, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128
+        )
+        budget = {"utilization": 1, "rest_gib": 0}
+        sized = lesson.size(config, [(1, 1)], (11.33 + 1, 1, 1), 2**31, 2, weight_bytes=1, **budget)
+        self.assertAlmostEqual(sized.tokens / 807_792, 1, delta=0.007)
+        self.assertEqual(sized.kv_per_token, 2 * 13 * 576 * 2)
+
+    def test_by_hand(self):
+        sized = lesson.size(QWEN_32B, [(2000, 500)], "A100-80G", 32.8e9, tp=2, utilization=0.9)
+        for what, by_hand, delta in (
+            ("memory_gib", 158.30, 0.001), ("weights_gib", 61.095, 0.001), ("rest_gib", 7.915, 1e-3),
+            ("budget_gib", 73.46, 0.001), ("bytes_on_each", 131_072, 0), ("kv_per_token", 2**18, 0),
+            ("tokens", 300_890, 5), ("resident", 2258, 0), ("fill_pool", 133.255, 0.01),
+            ("fill_step", 1638.4, 1e-9), ("max_num_seqs", 134, 0), ("max_num_seqs_alone", 110, 0),
+            ("running", 126.59, 0.01), ("step_tokens", 632.96, 0.05),
+        ):  # fmt: skip
+            self.assertAlmostEqual(getattr(sized, what), by_hand, delta=delta, msg=what)
+        self.assertEqual(sized.limit, "KV memory")
+        for what, by_hand in (
+            ("ridge", (153.02, 95.64)), ("weights_s", (0.016086, 0.020108)),
+            ("step_s", (0.066540 + 0.018374, 0.133080 + 0.022968)), ("per_user", (11.777, 6.4083)),
+            ("tokens_per_s", (1490.8, 811.2)), ("first_token_s", (0.21038, 0.42067)),
+        ):  # fmt: skip
+            for figure, expected in zip(getattr(sized, what), by_hand):
+                self.assertAlmostEqual(figure / expected, 1, delta=0.0003, msg=what)
+
+    def test_the_setting_is_what_the_engines_scheduler_does(self):
+        # vLLM 0.33's own scheduler on the lesson's server with 5% kept free: sequences running, and
+        # the tokens/s of its steps.
+        chat = lesson.seq_lengths(4000)
+        long = [(output, min(prompt, 4096)) for prompt, output in chat]
+        config = shape(80, 64, 8, 8192)
+        for mix, running, rate in ((chat, 411.3, 6069), (long, 431.2, 12_641)):
+            card = (lesson.KV_BUDGET_GIB / 4 + 35e9 / 2**30, 3350, 989.5)
+            sized = lesson.size(config, mix, card, 70e9, 4, utilization=1, rest_gib=0)
+            self.assertEqual(sized.tokens, 35_328 * 16)
+            self.assertAlmostEqual(sized.running / running, 1, delta=0.02)
+            self.assertAlmostEqual(sized.tokens_per_s[0] / rate, 1, delta=0.04)
+
+    def test_which_limit_binds(self):
+        code = [(2048, 28)] * 9  # as long as Azure's code completions are, on average
+        card, config = (200, 3350, 989.5), shape(80, 64, 8, 8192)
+        sized = lesson.size(config, code, card, 70e9, 4)
+        self.assertEqual((sized.limit, sized.max_num_seqs, sized.max_num_seqs_alone),
+                         ("the step", 111, 110))  # fmt: skip
+        self.assertAlmostEqual(sized.step_tokens, 8192)
+        few = lesson.size(config, [(2048, 28)], (20, 1, 1), 70e9, 4, weight_bytes=1)
+        self.assertEqual((few.limit, few.max_num_seqs_alone), ("KV memory", 1))
+        self.assertLess(few.fill_pool, 8)
+
+    def test_windows_and_widths(self):
+        sized = lesson.size(GPT_OSS, [(1000, 384)], "H100-SXM", 21e9)  # holds 1,200 tokens
+        self.assertEqual(sized.bytes_on_each, math.ceil((12 + 12 * 128 / 1200) * per_layer(8, 64)))
+        half = lesson.size(QWEN_32B, [(2000, 500)], "H200", 32.8e9, dtype_bytes=1)
+        self.assertEqual(half.kv_per_token, 2**17)
+
+    def test_what_cannot_be_sized(self):
+        card, fits = "A100-80G", dict(tp=2)
+        for what, error, message in (
+            (lambda: lesson.size(QWEN_30B_A3B, [(1, 1)], card, 30.5e9), ValueError,
+             "active_params is missing: config has num_experts = 128, and uses a few"),
+            (lambda: lesson.size({"text_config": {"n_routed_experts": 9}}, [(1, 1)], card, 1e9),
+             ValueError, "active_params is missing: config has n_routed_experts = 9"),
+            (lambda: lesson.size(QWEN_32B, [(1, 1)], card, 3e9, active_params=4e9), ValueError,
+             r"active_params = 4e\+09 is more than all 3e\+09"),
+            (lambda: lesson.size(QWEN_32B, [(1, 1)], "L4", 32.8e9), ValueError,
+             "no memory is left for KV: 22.03 GiB x 0.92 - 61.09 of weights - 1.10 for the rest"),
+            (lambda: lesson.size(QWEN_32B, [(1, 1), (10**6, 1)], card, 32.8e9, **fits), ValueError,
+             "a request of 1,000,001 tokens never fits a pool of 313,861"),
+            (lambda: lesson.size(QWEN_32B, [(1, 0)], card, 32.8e9, **fits), ValueError,
+             "requests must generate something"),
+            (lambda: lesson.size(QWEN_32B, [], card, 32.8e9, **fits), ValueError,
+             "requests must generate something"),
+            (lambda: lesson.size(QWEN_32B, [(1, 1)], "H100", 1e9), ValueError,
+             r"card must be GiB,GB/s,TFLOP/s \(dense\) or A100-40G, .*MI300X, not 'H100'"),
+            (lambda: lesson.size(QWEN_32B, [(1, 1)], (80, 2039), 1e9), TypeError,
+             r"card must be \(GiB, GB/s, TFLOP/s\), not \(80, 2039\)"),
+            (lambda: lesson.size(QWEN_32B, [(1, 1)], (80, "x", 1), 1e9), TypeError,
+             "card GB/s must be a number, not 'x'"),
+            (lambda: lesson.size(QWEN_32B, [(1, 1)], card, 1e9, utilization=2), ValueError,
+             "utilization must be from 1e-30 to 1, not 2"),
+            (lambda: lesson.size(QWEN_32B, [(1, 1)], card, 1e9, rest_gib=-1), ValueError,
+             "rest_gib must be from 0"),
+            (lambda: lesson.size(QWEN_32B, [(1, 1)], card, 1e9, tp=7), ValueError, "tp = 7"),
+            (lambda: lesson.traffic([(600_000, 1)]), ValueError, "never fits 35,328 pages"),
+        ):  # fmt: skip
+            with self.assertRaisesRegex(error, message):
+                what()
+
+    def test_a_pencil_can_follow(self):
+        """Each line's formula, calculated from what is printed, gives its result."""
+        deepseek = {**DEEPSEEK_V3, "n_routed_experts": 256}
+        for config, args in (
+            (QWEN_32B, QUESTION), (QWEN_32B, changed("--rest", "3", "--kv", "1")),
+            (LLAMA_8B, changed("--params", "8.03e9", "--gpus", "1", "--card", "22,300,121")),
+            (QWEN_30B_A3B, changed("--params", "30.5e9", "--active", "3.3e9", "--card", "h100-sxm")),
+            (deepseek, changed("--params", "671e9", "--active", "37e9", "--weights", "1", "--gpus",
+                               "8", "--card", "H200", "--output", "40")),
+        ):  # fmt: skip
+            status, printed = call_main(*args, entered=json.dumps(config).encode())
+            self.assertEqual(status, 0)
+            self.assertTrue(printed.isascii())
+            self.assertLessEqual(max(map(len, printed.splitlines())), 84)
+            known, followed = ({}, {}), 0  # at the peak, and at 50% and 80%
+            for line in filter(re.compile(r"  .{18} = ").match, printed.splitlines()):
+                name, formula = line[2:20].strip(), line[23:].rpartition("=")[0]
+                formula = re.sub(r"(.*) at most (.*)", r"min(\1 | \2)", formula.replace(",", ""))
+                for words, sign in (
+                    ("|", ","), ("ridge x that", "ridge * read / 1000"), ("a step", "(step / 1000)"),
+                    ("the longer of the first two + KV", "max(read, compute) + KV"),
+                    (" layers", ""), (" KV heads", ""), (" B", ""), (" x ", " * "), ("^", "**"),
+                ):  # fmt: skip
+                    formula = formula.replace(words, sign)
+                results = re.findall(r"[\d,.]*\d", line.rpartition("=")[2])
+                for result, values, mfu, mbu in zip(results, known, (1, 0.5), (1, 0.8)):
+                    result = float(result.replace(",", ""))
+                    slower = {"ridge, tokens": mbu / mfu, "read weights, ms": mbu,
+                              "read KV, ms": mbu}.get(name, 1)  # fmt: skip
+                    unit = 1000 if name in ("read weights, ms", "compute, ms", "read KV, ms") else 1
+                    try:
+                        pencil = eval(formula, {"sqrt": math.sqrt}, values) * unit / slower
+                    except (NameError, SyntaxError):  # words
+                        continue
+                    delta = 1 if "max_num_seqs" in line else 0.006 * result
+                    self.assertAlmostEqual(pencil, result, delta=delta, msg=line)
+                    short = {"read weights, ms": "read", "read KV, ms": "KV", "a step, ms": "step"}
+                    values[short.get(name, name.split(",")[0])] = result
+                    followed += 1
+            self.assertEqual(followed, 29, printed)
+
+    def test_real_traffic(self):
+        chat = lesson.seq_lengths(600)
+        text = "\ufeffGeneratedTokens,TIMESTAMP,ContextTokens\r\n" + "".join(
+            f"{output},2023-11-16 18:15:46.68,{prompt}\r\n" for prompt, output in chat
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "trace.csv")
+            with open(path, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+            status, printed = call_main("--trace", path)
+            _, sized = call_main(
+                *changed("--trace", path, without=("--prompt", "--output")),
+                entered=json.dumps(QWEN_32B).encode(),
+            )
+        self.assertEqual(status, 0)
+        row = lesson.traffic(iter(chat))
+        prompt, output = (statistics.fmean(column) for column in zip(*chat))
+        rates = [
+            lesson.serve(chat, 35_328, max_batched_tokens=8192, **options)
+            for options in ({"max_running": 69}, {"max_running": 1024, "watermark": 0.05})
+        ]
+        self.assertAlmostEqual(row.prompt, prompt)
+        self.assertAlmostEqual(row.fill_step * (1 + prompt / output), 8192)
+        self.assertEqual([row.slots_per_s, row.pages_per_s], [r.tokens_per_s for r in rates])
+        self.assertEqual(row.least, min(row.fill_pool, row.fill_step, 1024))
+        last = printed.splitlines()[-1].split()
+        self.assertEqual(last[:3], ["600", f"{prompt:,.0f}", f"{output:,.0f}"])
+        self.assertEqual(last[-2], f"{rates[1].tokens_per_s / rates[0].tokens_per_s:.2f}x")
+        self.assertLessEqual(max(map(len, printed.splitlines())), 84)
+        held = float(re.search(r"a sequence holds .* ([\d,.]+) tokens", sized)[1].replace(",", ""))
+        self.assertAlmostEqual(held, lesson.resident_tokens(chat), delta=0.06)
+
+    def test_wrong_options_are_one_line_and_exit_2(self):
+        with tempfile.TemporaryDirectory() as folder:
+
+            def trace(content):
+                path = os.path.join(folder, f"{len(os.listdir(folder))}.csv")
+                with open(path, "wb") as file:
+                    file.write(content)
+                return path
+
+            head = b"TIMESTAMP,ContextTokens,GeneratedTokens\n"
+            moe = json.dumps(QWEN_30B_A3B).encode()
+            plain = json.dumps(QWEN_32B).encode()
+            lengths = ("--prompt", "--output")
+            for args, entered, message in (
+                (changed(without=("--params",)), plain, "add --params N$"),
+                (changed(without=("--gpus", "--card")), plain, "add --gpus N; --card NAME$"),
+                (changed(without=("--output",)), plain, "--prompt N and --output N, or --trace"),
+                (changed(without=lengths), plain, "add --prompt N and --output N, or --trace"),
+                (QUESTION, moe, r"add --active N \(parameters .*: num_experts = 128\)"),
+                (changed("--params", "32.8"), plain, "params must be from"),
+                (changed("--params", "7b"), plain, "'7b' is not a number"),
+                (changed("--params", "nan"), plain, "params must be"),
+                (changed("--active", "99e9"), plain, "active_params = 9.9e.10 is more"),
+                (changed("--gpus", "0"), plain, "gpus must be"),
+                (changed("--gpus", "1.5"), plain, "gpus must be a whole number"),
+                (changed("--gpus", "3"), plain, "tp = 3"),
+                (changed("--card", "H100"), plain, "card must be .*H100-SXM"),
+                (changed("--card", ""), plain, "card must be"),
+                (changed("--card", "80,2039"), plain, "card must be"),
+                (changed("--card", "80,x,1"), plain, "'80,x,1' is not GIB,GB/S,TFLOP/S"),
+                (changed("--card", "80,0,1"), plain, "card GB/s must be"),
+                (changed("--card", "L4"), plain, "no memory is left for KV"),
+                (changed("--weights", "0"), plain, "weights must be"),
+                (changed("--kv", "-1"), plain, "kv must be"),
+                (changed("--utilization", "92"), plain, "utilization must be"),
+                (changed("--utilization", "92%"), plain, "'92%' is not a number"),
+                (changed("--rest", "-1"), plain, "rest must be"),
+                (changed("--rest", "70"), plain, "no memory is left for KV"),
+                (changed("--prompt", "1e7"), plain, "never fits a pool"),
+                (changed("--prompt", "0.5"), plain, "prompt must be a whole number"),
+                (changed("--output", "0"), plain, "output must be"),
+                (changed("--budget", "3"), plain, "--budget: not with --params"),
+                (changed("--trace", "x"), plain, "--trace: not with --prompt or --output"),
+                ([*QUESTION, "--card", "L4"], plain, "--card: given more than once"),
+                (QUESTION, b"[]", "config must be a dict"),
+                (QUESTION, b"{", "not JSON"),
+                (["--params", "1e9"], b"", "--params: only with --model FILE"),
+                (["--trace", "x", "--quiet"], b"", "--trace: only with --model FILE"),
+                (["--trace", "x", "--gpus", "1"], b"", "only with --model FILE"),
+                (["--trace", os.path.join(folder, "absent")], b"", "No such file"),
+                (["--trace", folder], b"", "--trace .*"),
+                (["--trace", trace(b"")], b"", "no column ContextTokens"),
+                (["--trace", trace(b"ContextTokens\n1\n")], b"", "no column GeneratedTokens"),
+                (["--trace", trace(head)], b"", "no requests"),
+                (["--trace", trace(head + b"0,1,0\n")], b"", "line 2: .*GeneratedTokens 1 or more"),
+                (["--trace", trace(head + b"0,1,2\n0,1\n")], b"", "line 3: "),
+                (["--trace", trace(head + b"0,-1,2\n")], b"", "line 2: "),
+                (["--trace", trace(head + b"0,x,2\n")], b"", "line 2: "),
+                (["--trace", trace(b"\xff\xfe")], b"", "no text in UTF-8"),
+                (["--trace", trace(head + b"0,600000,2\n")], b"", "never fits 35,328 pages"),
+                (["--trace", trace(b"a" * 200_000)], b"", "larger than field limit"),
+            ):  # fmt: skip
+                with self.subTest(args), contextlib.redirect_stderr(io.StringIO()) as told:
+                    self.assertEqual(call_main(*args, entered=entered), (2, ""))
+                    self.assertRegex(told.getvalue().rstrip("\n"), message)
+                    self.assertEqual(told.getvalue().count("\n"), 1)
+
+
 class Indexed:
     """A whole number that is no int, as NumPy's are."""
 
@@ -2550,7 +2856,7 @@ class TheLesson(unittest.TestCase):
         types_met = {"Allocation", "Sequence", "Served"}
         constants = {
             "GIB", "LAYERS", "KV_HEADS", "HEAD_DIM", "DTYPE", "Q_HEADS", "KV_PER_TOKEN",
-            "KV_BUDGET_GIB", "N_PARAMS", "DENSE_FLOPS_PER_GPU", "TIERS",
+            "KV_BUDGET_GIB", "N_PARAMS", "DENSE_FLOPS_PER_GPU", "TIERS", "CARDS",
         }  # fmt: skip
         own = {"parts", "assembly", "verify"}
         self.assertEqual(set(brought), {*lesson.parts(), *types_met, *constants, *own})
@@ -2570,7 +2876,7 @@ class TheLesson(unittest.TestCase):
         ordered += [line_of(x) for x in (lesson.verify, lesson.predict, lesson.main)]
         self.assertEqual(ordered, sorted(ordered))
         for name, mechanism in lesson.parts().items():
-            if name != "kv_bytes":  # the reader of config.json is not part of the argument
+            if name not in ("kv_bytes", "size", "traffic"):  # no part of the argument
                 self.assertLess(line_of(mechanism), end, name)
 
     def test_prerequisites(self):
