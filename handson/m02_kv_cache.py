@@ -1526,7 +1526,7 @@ H200_GIB, H200_GB_PER_S = 140.4, 4800  # what an H200 shows of its 141 GB; its F
 
 # What pages (5% kept free) are worth over 69 running on real lengths: two Azure traces of 2023, as
 # --trace measures them (the files are Azure's: README, "Real traffic").
-AZURE_WORTH = {"chat": 1.31, "code": 0.99}
+AZURE_WORTH = {"chat": 1.31, "code": 1.00}
 
 LESSON_ASSEMBLY = """
 {allocators}
@@ -3705,8 +3705,8 @@ def traffic_table(row: Traffic) -> None:
     )
     say(
         f"""The pool is {budget_tokens():,} tokens, a step {STEP_TOKENS:,}; the least is of these
-        two and the {MAX_NUM_SEQS:,} that vLLM runs. In slots of 8,192 tokens {budget_tokens() // 8192}
-        run; pages keep {KEPT_FREE:.0%} free. Again: prefill that preempted sequences repeat."""
+        two and the {MAX_NUM_SEQS:,} that vLLM runs. {budget_tokens() // 8192} run in slots of 8,192
+        tokens; pages keep {KEPT_FREE:.0%} free. Again: prefill that preempted sequences repeat."""
     )
 
 
