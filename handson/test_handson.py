@@ -1387,38 +1387,38 @@ class Configs(unittest.TestCase):
 # GPU GiB of weights, of everything else but KV, and of KV; pages of 16 tokens (None: not printed).
 ENGINE_LOGS = {
     "vLLM pull request 10511": (
-        config_of("llama", 32, 32, 8, 4096), 79.22, 1, 0.90, 14.96, 1.79 + 1.26, 53.29, None),
+        config_of("T=llama L=32 H=32 K=8 D=4096"), 79.22, 1, 0.90, 14.96, 1.79 + 1.26, 53.29, None),
     "vLLM issue 13061": (
-        config_of("qwen2", 48, 40, 8, 5120), 23.55, 2, 0.98, 13.95, 0.25 + 0.19, 8.69, None),
+        config_of("T=qwen2 L=48 H=40 K=8 D=5120"), 23.55, 2, 0.98, 13.95, 0.25 + 0.19, 8.69, None),
     "Phi-4, 4 bits, A100-SXM4-80GB": (
-        config_of("phi3", 40, 40, 10, 5120), 79.15, 1, 0.696, 8.63, 0.09 + 1.16, 45.21, 14_815),
+        config_of("T=phi3 L=40 H=40 K=10 D=5120"), 79.15, 1, 0.696, 8.63, 0.09 + 1.16, 45.21, 14_815),
     "vLLM issue 10517, 20,000": (
-        config_of("llama", 32, 32, 8, 4096), 23.58, 1, 0.90, 14.99, 2.07 + 0.35, 3.81, 1_952),
+        config_of("T=llama L=32 H=32 K=8 D=4096"), 23.58, 1, 0.90, 14.99, 2.07 + 0.35, 3.81, 1_952),
     "vLLM issue 10517, 29,000": (
-        config_of("llama", 32, 32, 8, 4096), 23.58, 1, 0.90, 14.99, 2.99 + 0.35, 2.89, 1_478),
+        config_of("T=llama L=32 H=32 K=8 D=4096"), 23.58, 1, 0.90, 14.99, 2.99 + 0.35, 2.89, 1_478),
 }  # fmt: skip
-QWEN_30B_A3B = config_of("qwen3_moe", 48, 32, 4, 2048, head_dim=128, num_experts=128)
-QWEN_235B_A22B = config_of("qwen3_moe", 94, 64, 4, 4096, head_dim=128, num_experts=128)
-QWEN_32B = config_of("qwen2", 64, 40, 8, 5120)
+QWEN_30B_A3B = config_of("T=qwen3_moe L=48 H=32 K=4 D=2048 head_dim=128 num_experts=128")
+QWEN_235B_A22B = config_of("T=qwen3_moe L=94 H=64 K=4 D=4096 head_dim=128 num_experts=128")
+QWEN_32B = config_of("T=qwen2 L=64 H=40 K=8 D=5120")
 # And where the rest is assumed: model, GiB, GPUs, parameters, bytes of one, utilization, the tokens
 # that the engine printed, and how far off the recipe is.
 ASSUMED_LOGS = {
     "vLLM pull request 10511": (
-        config_of("llama", 32, 32, 8, 4096), 79.22, 1, 8.03e9, 2, 0.90, 436_552, -0.017),
+        config_of("T=llama L=32 H=32 K=8 D=4096"), 79.22, 1, 8.03e9, 2, 0.90, 436_552, -0.017),
     "vLLM pull request 10511, tp=2": (
-        config_of("llama", 32, 32, 8, 4096), 79.22, 2, 8.03e9, 2, 0.90, 966_164, 0.015),
+        config_of("T=llama L=32 H=32 K=8 D=4096"), 79.22, 2, 8.03e9, 2, 0.90, 966_164, 0.015),
     "vLLM pull request 2031, Llama-2-7B": (
-        config_of("llama", 32, 32, 32, 4096), 79.15, 1, 6.74e9, 2, 0.90, 7_351 * 16, -0.047),
+        config_of("T=llama L=32 H=32 K=32 D=4096"), 79.15, 1, 6.74e9, 2, 0.90, 7_351 * 16, -0.047),
     "vLLM pull request 4454, A6000": (
-        config_of("llama", 32, 32, 8, 4096), 47.54, 1, 8.03e9, 2, 0.90, 13_248 * 16, -0.016),
+        config_of("T=llama L=32 H=32 K=8 D=4096"), 47.54, 1, 8.03e9, 2, 0.90, 13_248 * 16, -0.016),
     "vLLM issue 17327, 4 x A10": (QWEN_30B_A3B, 22.06, 4, 30.5e9, 2, 0.90, 198_784, 0.0),
     "vLLM issue 13061, 2 x RTX 4090": (
-        config_of("qwen2", 48, 40, 8, 5120), 23.55, 2, 14.8e9, 2, 0.98, 81_536, 0.087),
+        config_of("T=qwen2 L=48 H=40 K=8 D=5120"), 23.55, 2, 14.8e9, 2, 0.98, 81_536, 0.087),
     "vLLM pull request 12569, w8a8": (
-        config_of("llama", 80, 64, 8, 8192), 79.11, 1, 72.7e9, 1, 0.98, 1_381 * 16, -0.130),
+        config_of("T=llama L=80 H=64 K=8 D=8192"), 79.11, 1, 72.7e9, 1, 0.98, 1_381 * 16, -0.130),
     # Far off: whole prompts of 20,000 tokens were profiled; a large mixture of experts needs more.
     "vLLM issue 10517, RTX 3090": (
-        config_of("llama", 32, 32, 8, 4096), 23.58, 1, 8.03e9, 2, 0.90, 1_952 * 16, 0.334),
+        config_of("T=llama L=32 H=32 K=8 D=4096"), 23.58, 1, 8.03e9, 2, 0.90, 1_952 * 16, 0.334),
     "vLLM issue 21348, 4 x H100": (QWEN_235B_A22B, 79.11, 4, 235.1e9, 1, 0.90, 178_880, 0.560),
 }  # fmt: skip
 QUESTION = (
@@ -1459,7 +1459,7 @@ class Sizing(unittest.TestCase):
         # vLLM pull request 20665: DeepSeek-V2-Lite on L4s, tensor parallel by 2; the fewest tokens
         # have a GPU with 13 of the layers, 11.33 GiB of KV and 807,792 tokens.
         config = config_of(
-            "deepseek_v2", 13, 16, 16, 2048, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128
+            "T=deepseek_v2 L=13 H=16 K=16 D=2048 kv_lora_rank=512 qk_rope_head_dim=64 v_head_dim=128"
         )
         budget = {"utilization": 1, "rest_gib": 0}
         sized = lesson.size(config, [(1, 1)], (11.33 + 1, 1, 1), 2**31, 2, weight_bytes=1, **budget)
