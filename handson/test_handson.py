@@ -2708,7 +2708,7 @@ class Predict(unittest.TestCase):
         for question, guesses in enumerate(
             (
                 (
-                    "327680", "327,680 B", "327_680 bytes", "320 kib", "320k", "~320 KB", ".3125MiB",
+                    "327680", "327,680 B", "327_680 bytes", "320 kib", "320k", "~320 KB", ".31MiB",
                     "2*80*8*128*2", "160 * 2 KiB", "2 x 80 x 8 x 128 x 2 B", "2\u00d7160 KiB\r",
                 ),
                 ("23.2%", "0.2319", ".2319", "23.19", "~23.19 %", "23 percent", "5*4.6%"),
@@ -2729,8 +2729,8 @@ class Predict(unittest.TestCase):
 
     def test_what_it_cannot_read_it_says_once_with_an_example(self):
         for i, odd in enumerate((
-            "-5", "5 apples", "1e999", "nan", "inf", "\u0663", "\0", "1/0", "x", "1.2.3", "9" * 5000,
-            "2*", "GB/s", "no idea", "\ufffd\x1b[2J 5%",
+            "-5", "5 apples", "1e999", "nan", "inf", "\u0663", "\0", "1/0", "x", "1.2.3", "2*",
+            "9" * 5000, "GB/s", "no idea", "\ufffd\x1b[2J 5%",
         )):  # fmt: skip
             question, right = i % 6 + 1, self.RIGHT[i % 6]
             with self.subTest(odd, question=question):
@@ -2753,11 +2753,11 @@ class Predict(unittest.TestCase):
             (2, 11.594, "%", "2.00x too low. That is one vector a head"),
             (3, 17.74, "%", "4.64x too low. That is what is used."),
             (5, 98.4375, "%", "1.14x too high. That is of the prefixes alone."),
-            (5, 13.4, "%", "6.47x too low. That is what stays."),
+            (5, 13.4, "%", "6.46x too low. That is what stays."),
             (6, 2.3145, "", "4.00x too low. That is for one GPU; four compute four times as fast."),
             (6, 4.629, "", "2.00x too low. That is one vector a head"),
             (6, 18.516, "", "2.00x too high. That counts one FLOP per parameter and token."),
-            (6, 74.064, "", "8.00x too high. That is in Gbit/s."),
+            (6, 74.084, "", "8.00x too high. That is in Gbit/s."),
         ):
             reason = hint.partition(". ")[2]
             self.assertIn(f"You are {hint}", self.answered(question, f"{wrong} {unit}"))
