@@ -1411,38 +1411,38 @@ class Configs(unittest.TestCase):
 # GPU GiB of weights, of everything else but KV, and of KV; pages of 16 tokens (None: not printed).
 ENGINE_LOGS = {
     "vLLM pull request 10511": (
-        config_of("llama", 32, 32, 8, 4096), 79.22, 1, 0.90, 14.96, 1.79 + 1.26, 53.29, None),
+        config_of("T=llama L=32 H=32 K=8 D=4096"), 79.22, 1, 0.90, 14.96, 1.79 + 1.26, 53.29, None),
     "vLLM issue 13061": (
-        config_of("qwen2", 48, 40, 8, 5120), 23.55, 2, 0.98, 13.95, 0.25 + 0.19, 8.69, None),
+        config_of("T=qwen2 L=48 H=40 K=8 D=5120"), 23.55, 2, 0.98, 13.95, 0.25 + 0.19, 8.69, None),
     "Phi-4, 4 bits, A100-SXM4-80GB": (
-        config_of("phi3", 40, 40, 10, 5120), 79.15, 1, 0.696, 8.63, 0.09 + 1.16, 45.21, 14_815),
+        config_of("T=phi3 L=40 H=40 K=10 D=5120"), 79.15, 1, 0.696, 8.63, 0.09 + 1.16, 45.21, 14_815),
     "vLLM issue 10517, 20,000": (
-        config_of("llama", 32, 32, 8, 4096), 23.58, 1, 0.90, 14.99, 2.07 + 0.35, 3.81, 1_952),
+        config_of("T=llama L=32 H=32 K=8 D=4096"), 23.58, 1, 0.90, 14.99, 2.07 + 0.35, 3.81, 1_952),
     "vLLM issue 10517, 29,000": (
-        config_of("llama", 32, 32, 8, 4096), 23.58, 1, 0.90, 14.99, 2.99 + 0.35, 2.89, 1_478),
+        config_of("T=llama L=32 H=32 K=8 D=4096"), 23.58, 1, 0.90, 14.99, 2.99 + 0.35, 2.89, 1_478),
 }  # fmt: skip
-QWEN_30B_A3B = config_of("qwen3_moe", 48, 32, 4, 2048, head_dim=128, num_experts=128)
-QWEN_235B_A22B = config_of("qwen3_moe", 94, 64, 4, 4096, head_dim=128, num_experts=128)
-QWEN_32B = config_of("qwen2", 64, 40, 8, 5120)
+QWEN_30B_A3B = config_of("T=qwen3_moe L=48 H=32 K=4 D=2048 head_dim=128 num_experts=128")
+QWEN_235B_A22B = config_of("T=qwen3_moe L=94 H=64 K=4 D=4096 head_dim=128 num_experts=128")
+QWEN_32B = config_of("T=qwen2 L=64 H=40 K=8 D=5120")
 # And where the rest is assumed: model, GiB, GPUs, parameters, bytes of one, utilization, the tokens
 # that the engine printed, and how far off the recipe is.
 ASSUMED_LOGS = {
     "vLLM pull request 10511": (
-        config_of("llama", 32, 32, 8, 4096), 79.22, 1, 8.03e9, 2, 0.90, 436_552, -0.017),
+        config_of("T=llama L=32 H=32 K=8 D=4096"), 79.22, 1, 8.03e9, 2, 0.90, 436_552, -0.017),
     "vLLM pull request 10511, tp=2": (
-        config_of("llama", 32, 32, 8, 4096), 79.22, 2, 8.03e9, 2, 0.90, 966_164, 0.015),
+        config_of("T=llama L=32 H=32 K=8 D=4096"), 79.22, 2, 8.03e9, 2, 0.90, 966_164, 0.015),
     "vLLM pull request 2031, Llama-2-7B": (
-        config_of("llama", 32, 32, 32, 4096), 79.15, 1, 6.74e9, 2, 0.90, 7_351 * 16, -0.047),
+        config_of("T=llama L=32 H=32 K=32 D=4096"), 79.15, 1, 6.74e9, 2, 0.90, 7_351 * 16, -0.047),
     "vLLM pull request 4454, A6000": (
-        config_of("llama", 32, 32, 8, 4096), 47.54, 1, 8.03e9, 2, 0.90, 13_248 * 16, -0.016),
+        config_of("T=llama L=32 H=32 K=8 D=4096"), 47.54, 1, 8.03e9, 2, 0.90, 13_248 * 16, -0.016),
     "vLLM issue 17327, 4 x A10": (QWEN_30B_A3B, 22.06, 4, 30.5e9, 2, 0.90, 198_784, 0.0),
     "vLLM issue 13061, 2 x RTX 4090": (
-        config_of("qwen2", 48, 40, 8, 5120), 23.55, 2, 14.8e9, 2, 0.98, 81_536, 0.087),
+        config_of("T=qwen2 L=48 H=40 K=8 D=5120"), 23.55, 2, 14.8e9, 2, 0.98, 81_536, 0.087),
     "vLLM pull request 12569, w8a8": (
-        config_of("llama", 80, 64, 8, 8192), 79.11, 1, 72.7e9, 1, 0.98, 1_381 * 16, -0.130),
+        config_of("T=llama L=80 H=64 K=8 D=8192"), 79.11, 1, 72.7e9, 1, 0.98, 1_381 * 16, -0.130),
     # Far off: whole prompts of 20,000 tokens were profiled; a large mixture of experts needs more.
     "vLLM issue 10517, RTX 3090": (
-        config_of("llama", 32, 32, 8, 4096), 23.58, 1, 8.03e9, 2, 0.90, 1_952 * 16, 0.334),
+        config_of("T=llama L=32 H=32 K=8 D=4096"), 23.58, 1, 8.03e9, 2, 0.90, 1_952 * 16, 0.334),
     "vLLM issue 21348, 4 x H100": (QWEN_235B_A22B, 79.11, 4, 235.1e9, 1, 0.90, 178_880, 0.560),
 }  # fmt: skip
 QUESTION = (
@@ -1483,7 +1483,7 @@ class Sizing(unittest.TestCase):
         # vLLM pull request 20665: DeepSeek-V2-Lite on L4s, tensor parallel by 2; the fewest tokens
         # have a GPU with 13 of the layers, 11.33 GiB of KV and 807,792 tokens.
         config = config_of(
-            "deepseek_v2", 13, 16, 16, 2048, kv_lora_rank=512, qk_rope_head_dim=64, v_head_dim=128
+            "T=deepseek_v2 L=13 H=16 K=16 D=2048 kv_lora_rank=512 qk_rope_head_dim=64 v_head_dim=128"
         )
         budget = {"utilization": 1, "rest_gib": 0}
         sized = lesson.size(config, [(1, 1)], (11.33 + 1, 1, 1), 2**31, 2, weight_bytes=1, **budget)
@@ -3036,14 +3036,14 @@ class Terminal(InteractiveConsole):
 
 @functools.lru_cache(None)
 def snippet_output(snippet):
-    """What a snippet prints if its lines are typed into a REPL that finds the lesson."""
+    """What a snippet prints if its lines are typed into a REPL, and the names that it defines."""
     terminal = Terminal({"__name__": "__main__"})
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for line in [*snippet.splitlines(), ""]:
             unfinished = terminal.push(line)
     if unfinished:
         raise ValueError("the snippet is not finished")
-    return printed.getvalue()
+    return printed.getvalue(), terminal.locals
 
 
 @functools.lru_cache(None)
@@ -3128,9 +3128,9 @@ class Page:
         if language == "python":
             if name:
                 return textwrap.dedent(some_lines(slices()[name], *ends))
-            snippet_output(body)  # for its error
+            self.names["snippet"] = snippet_output(body)[1]  # for a picture below
         elif language == "text" and snippet:
-            return snippet_output(snippet)
+            return snippet_output(snippet)[0]
         elif language == "console" and command:
             return f"{command[0]}\n{some_lines(command_output(command[1]), *ends)}"
         elif language == "mermaid":
@@ -3181,6 +3181,22 @@ class Page:
         for start, marked, there in zip(self.starts, self.marked, found):
             for text in marked - there:
                 self.tell(start, f"{text} is marked in this section, and is not in it")
+
+
+CHANGES = (  # planted on the page, each to be found on its line
+    ("    return math.ceil(2 * layers", "    return math.ceil(3 * layers"),  # a slice
+    ("[PASS] B3", "[FAIL] B3"),  # a captured output
+    ("Llama-3.1 405B  ", "Llama-4.1 405B  "),  # the output of a snippet
+    ('bar "holds tokens" [30.5', 'bar "holds tokens" [31.5'),  # a picture
+    ("and *enough* batch", "and *enough* 1.2 batch"),  # prose
+    ("30% in Grow and copy", "31% in Grow and copy"),
+    ("| 9.26 GB/s |", "| 9.27 GB/s |"),  # a table
+    ("9.26 = break_even()", "9.26 = break_even(tp=8)"),  # a mark
+)
+ENGINE_NAMES = {
+    "cache_salt", "copy_on_partial_reuse", "decode_context_parallel_size", "gpu_memory_utilization",
+    "kv_offloading_size", "max_num_batched_tokens", "scheduler_reserve_full_isl",
+}  # fmt: skip
 
 
 @unittest.skipUnless(os.path.exists(README), "the README is not beside the tests")
@@ -3238,7 +3254,7 @@ class Readme(unittest.TestCase):
     def test_snippets_fit_a_phone(self):
         self.assertGreater(len(self.page.snippets), 20)
         for at, snippet in self.page.snippets:
-            self.assertLessEqual(max(map(len, snippet.splitlines())), 76, self.line(at))
+            self.assertLessEqual(max(map(len, snippet.splitlines())), 80, self.line(at))
 
 
 def write_readme():
