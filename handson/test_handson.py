@@ -60,7 +60,7 @@ MODES = (
     [], *(["--block", str(n)] for n in range(1, 7)), ["--quiet"], ["--verify"], ["--help"],
     ["--model", "-"], ["--predict"],
 )  # fmt: skip
-ONE_OF_EACH = ([], ["--verify"], ["--help"], ["--model", "-"], ["--predict"])  # and all it prints
+ONE_OF_EACH = ([], ["--verify"], ["--model", "-"], ["--predict"])  # all that it does
 TYPED = {"--model": CONFIG, "--predict": GUESSES}  # what standard input holds in a mode
 
 
