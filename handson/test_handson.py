@@ -3256,6 +3256,15 @@ class Readme(unittest.TestCase):
         for at, snippet in self.page.snippets:
             self.assertLessEqual(max(map(len, snippet.splitlines())), 80, self.line(at))
 
+    def test_the_package_describes_itself_with_the_bars_of_the_assembly(self):
+        project = os.path.join(os.path.dirname(README), "pyproject.toml")
+        with open(project, encoding="utf-8") as file:
+            described = file.read()
+        bars = [line for line in command_output("--quiet").splitlines() if "|#" in line]
+        self.assertEqual(len(bars), 3)
+        for line in bars:
+            self.assertIn(line.strip(), described)
+
 
 def write_readme():
     """Write the parts of the README that follow from the script, and say what is left to mend."""
