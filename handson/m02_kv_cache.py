@@ -2611,7 +2611,7 @@ SWEPT = (
 
 def run_scheduler(s: Parts, few: Requests, server: tuple[Any, ...], steps: int) -> list[list[int]]:
     """What a scheduler does in so many steps."""
-    scheduler = s["Scheduler"](*server)
+    scheduler = s["Scheduler"](*server[0], **server[1])
     for request in few:
         scheduler.add(*request)
     rows = []
@@ -2684,13 +2684,17 @@ def claims_of_block_6(s: Parts) -> Iterator[Claim | Check]:
         setting, counts, checksum, lengths = " ".join(case.split()).split(" | ")
         few = [(int(p), int(o)) for p, _, o in (x.partition(",") for x in lengths.split())]
         pages, page, watermark, running, step, caching = setting.split()
-        server = int(pages), int(page), float(watermark), int(running), int(step)
+        server = int(pages), int(page)
+        limits: Parts = {
+            "watermark": float(watermark), "max_running": int(running),
+            "max_batched_tokens": int(step),
+        }  # fmt: skip
         derived = dict(zip(COUNTS, map(int, counts.split())))
         if caching == "1":
-            yield must("serve", derived, few, *server, prefix_caching=True)
+            yield must("serve", derived, few, *server, **limits, prefix_caching=True)
         else:
-            yield must("serve", derived, few, *server)
-            ask = partial(decides, few, server, derived["steps"], checksum)
+            yield must("serve", derived, few, *server, **limits)
+            ask = partial(decides, few, (server, limits), derived["steps"], checksum)
             yield Check("Scheduler", "Scheduler", True, ask)
     yield must("serve", dict(zip(COUNTS, (7, 12, 17, 9, 1, 4))), [(4, 6), (4, 6)], 4, 4)
     yield must("serve", dict.fromkeys(COUNTS, 0), [], 1)
@@ -2706,7 +2710,15 @@ def claims_of_block_6(s: Parts) -> Iterator[Claim | Check]:
 
         def printed(most: int = most, kept: float = kept, cached: bool = cached) -> Any:
             options: Parts = {"prefix_caching": True} if cached else {"step_seconds": slow}
-            row = s["serve"](chat, 35_328, 16, kept, most, 8192, **options)
+            row = s["serve"](
+                chat,
+                35_328,
+                16,
+                watermark=kept,
+                max_running=most,
+                max_batched_tokens=8192,
+                **options,
+            )
             return SimpleNamespace(
                 steady=(
                     int(row.preempted), f"{row.running:.1f}", f"{row.held:.1%}",

@@ -2409,7 +2409,7 @@ SABOTAGE = {  # a mechanism -> bugs in it
         "KV not read": lambda tokens, held_tokens, **more: lesson.step_seconds(tokens, 0, **more),
         **{
             f"{name} ignored": budget_ignored(lesson.step_seconds, name)
-            for name in ("kv_per_token", "n_params", "flops_per_gpu", "gb_per_s", "tp", "mfu", "mbu",
+            for name in ("kv_per_token", "n_params", "flops_per_gpu", "gb_per_s", "tp", "mfu", "mbu",  # noqa: E501
                          "active_params", "weight_bytes")
         },
     },
@@ -2549,7 +2549,7 @@ class VerifyBites(unittest.TestCase):
         self.assertEqual(failing[4], "paged(seq_lengths(4000), 16): batch 417, yours 423")
         self.assertEqual(
             self.fault("PagePool", SABOTAGE["PagePool"]["no copy-on-write"]),
-            "PagePool(1, 5); a = allocate(4); b = fork(a, 2); append(b, 2): OutOfPages, yours no error",
+            "PagePool(1, 5); a = allocate(4); b = fork(a, 2); append(b, 2): OutOfPages, yours no error",  # noqa: E501
         )
         self.assertEqual(
             self.fault("PagePool", SABOTAGE["PagePool"]["drops the shared page, then finds none"]),
@@ -2561,7 +2561,7 @@ class VerifyBites(unittest.TestCase):
         )
         self.assertEqual(
             self.fault("PagePool", SABOTAGE["PagePool"]["all tables say page 0"]),
-            "after a = allocate(20): a reads its token 0, yours another one",
+            "PagePool(6, 3); a = allocate(10): a reads its token 0, yours another one",
         )
         failing, _ = self.graded({"break_even": lambda **options: 9.26})
         self.assertEqual(
@@ -2575,10 +2575,7 @@ class VerifyBites(unittest.TestCase):
         self.assertEqual(failing[8], "break_even(): 9.26 GB/s, yours 8.60")
         failing, _ = self.graded({"break_even": lambda **options: "9.26"})
         self.assertEqual(failing[8], "break_even(): 9.26 GB/s, yours '9.26'")
-        self.assertEqual(
-            self.fault("serve", never_preempts),
-            "serve([(4, 6), (4, 6)], 4, 4): 8 steps, yours 6",
-        )
+        self.assertIn("19 steps, yours 14", self.fault("serve", never_preempts))
         self.assertEqual(
             self.fault("contiguous", no_misfits),
             "contiguous([(10, 16), (10, 16), (10, 16)], 16, budget_gib=0.5, kv_per_token=16777216):"
