@@ -2403,6 +2403,12 @@ def first_fault(s: Parts) -> bool:
                 shorter = fault(pages, page, fewer)
                 calls, found, i = (fewer, shorter, 0) if shorter else (calls, found, i + 1)
             raise Fault(found)
+    pool = s["PagePool"](2, 16)
+    sequence = pool.allocate(15)
+    pool.append(sequence)
+    if not same(16, sequence.tokens):
+        tokens = in_words("{} tokens", 16, sequence.tokens)
+        raise Fault(f"PagePool(2, 16); a = allocate(15); append(a): a has {tokens}")
     for wrong in ((0, 16), (8, 0)):
         if not raises(s["PagePool"], *wrong):
             raise Fault(f"PagePool{wrong}: an error, yours none")
