@@ -4362,8 +4362,8 @@ usage: m02_kv_cache [one of the following]
                 --trace FILE, a CSV with ContextTokens and GeneratedTokens.
                 NAME: L4, A100-80G, H100-SXM, ... (a wrong one lists them), or
                 GIB,GB/S,TFLOP/S of one GPU (dense, 16 bits).
-                Also: --active N (parameters of a mixture of experts that a token
-                uses), --weights BYTES and --kv BYTES (of a parameter, of a value),
+                Also: --active N (parameters that a token uses, of a mixture
+                of experts), --weights BYTES and --kv BYTES (of a parameter, of a value),
                 --utilization SHARE of the memory, --rest GIB of each GPU
   --trace FILE  what pages are worth to these lengths, on the lesson's server
   --predict     guess six numbers first, and see how far off you are
