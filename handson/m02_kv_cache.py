@@ -4363,7 +4363,7 @@ usage: m02_kv_cache [one of the following]
                 NAME: L4, A100-80G, H100-SXM, ... (a wrong one lists them), or
                 GIB,GB/S,TFLOP/S of one GPU (dense, 16 bits).
                 Also: --active N (parameters that a token uses, of a mixture
-                of experts), --weights BYTES (a parameter), --kv BYTES (a value),
+                of experts), --weights BYTES a parameter, --kv BYTES a value,
                 --utilization SHARE of the memory, --rest GIB of each GPU
   --trace FILE  what pages are worth to these lengths, on the lesson's server
   --predict     guess six numbers first, and see how far off you are
