@@ -2618,6 +2618,7 @@ class VerifyBites(unittest.TestCase):
             "lacks budget_gib: its parameters are requests, page_tokens, budget_gib, kv_per_token",
         )
         failing, others = self.graded({"paged": lambda requests: own_paged(requests)})
+        self.assertTrue(failing[4].startswith("paged lacks page_tokens: its parameters are "))
         self.assertEqual(set(failing), {4, 5, 6})
         self.assertEqual(set(others), {"paged"})
 
