@@ -56,7 +56,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
-from itertools import count, islice
+from itertools import count, islice, starmap
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -1189,7 +1189,7 @@ def serve(
     (7, 12, 17, 9, 1, 4)
     """
     waiting = deque(QuickRequest(*pair) for pair in servable(requests, pages, page_tokens))
-    half, output = len(waiting) / 2, sum(request.length - request.prompt for request in waiting)
+    half, output = len(waiting) / 2, sum(request.length - request.known for request in waiting)
     next_step = quick_steps(
         waiting, pages, page_tokens, pages_kept_free(watermark, pages), max_running or MANY,
         max_batched_tokens or MANY, prefix_caching,
@@ -1198,7 +1198,7 @@ def serve(
     steady = ran = held_pages = first = again = new = 0
     seconds = 0.0
     while generated < output:
-        counts = entered >= half and bool(waiting)
+        is_steady = entered >= half and bool(waiting)
         running, computed, tokens, held, lost, prefill, repeated, came = next_step()
         steps += 1
         generated += tokens
@@ -1209,7 +1209,7 @@ def serve(
             prefilled += prefill
             reprefilled += repeated
             entered += came
-        if counts:
+        if is_steady:
             steady += 1
             ran += running
             held_pages += held
@@ -1636,8 +1636,8 @@ def assembly(s: Parts) -> None:
     decode, decode_below = (
         rate(in_pages, clock)[1] / rate(reserved, clock)[1] for clock in (at_the_peak, below)
     )
-    with_prefill, with_prefill_below = (
-        worth_of_pages(s, requests, reserved.batch, clock) for clock in (at_the_peak, below)
+    with_prefill, with_prefill_below = worth_of_pages(
+        s, requests, reserved.batch, at_the_peak, below
     )
 
     pool_tokens, ridge = s["budget_tokens"](), s["ridge_tokens"]()
@@ -1670,15 +1670,24 @@ def worth_of_pages(
     s: Parts,
     requests: list[tuple[int, int]],
     reserved: int,
-    step_seconds: Callable[[float, float], float],
-) -> float:
-    """Tokens/s of pages with 5% kept free, over those of `reserved` running, prefill included."""
-    pages = s["budget_tokens"]() // 16
-    few, many = (
-        s["serve"](requests, pages, 16, kept, most, STEP_TOKENS, step_seconds).tokens_per_s
-        for kept, most in ((0, reserved), (0.05, 500))
-    )
-    return float(many / few)
+    *clocks: Callable[[float, float], float],
+) -> list[float]:
+    """Tokens/s of pages with 5% kept free, over those of `reserved` running, by each of the clocks.
+
+    Prefill is in the same steps. Each server runs once, at a second a step, and is timed after it.
+    """
+    pages, rates = s["budget_tokens"]() // 16, []
+    for kept, most in ((0, reserved), (0.05, 500)):
+        steps: list[tuple[float, ...]] = []
+
+        def one_second(*step: float, steps: list[tuple[float, ...]] = steps) -> float:
+            steps.append(step)
+            return 1.0
+
+        served = s["serve"](requests, pages, 16, kept, most, STEP_TOKENS, one_second)
+        generated = served.tokens_per_s * len(steps)
+        rates.append([generated / sum(starmap(clock, steps)) for clock in clocks])
+    return [many / few for few, many in zip(*rates)]
 
 
 def memory_bars(s: Parts, rows: dict[str, Allocation]) -> str:
@@ -1835,10 +1844,10 @@ def table(headings: str, row: str, cells: Iterable[Iterable[Any]]) -> str:
 class QuickRequest:
     """A Request of the quick scheduler, which counts pages and names none."""
 
-    __slots__ = ("cached", "computed", "known", "lag", "length", "preempted", "prompt")
+    __slots__ = ("cached", "computed", "known", "lag", "length", "preempted")
 
     def __init__(self, prompt: int, output: int) -> None:
-        self.prompt = self.known = prompt
+        self.known = prompt
         self.length = prompt + output
         self.computed = self.lag = 0  # lag: the step's number less its computed tokens
         self.preempted = False
@@ -1855,39 +1864,35 @@ class CountedPages:
         self.free = pages
         self.page_tokens = page_tokens
         self.prefix_caching = prefix_caching
-        self.blank = pages  # free, and no full page of anybody: taken first
-        self.full: deque[list[int]] = deque()  # free and full, by sequence: longest ago first
+        self.full = 0  # of the free pages: full ones of a sequence, which may find them again
+        self.by_sequence: deque[list[int]] = deque()  # these, longest ago first
 
     def take(self, n: int) -> None:
-        """Take n free pages."""
+        """Take n free pages: those that nobody may find again go first."""
         self.free -= n
-        if n <= self.blank:
-            self.blank -= n
-            return
-        n -= self.blank
-        self.blank = 0
-        while n:
-            pages = self.full[0]
-            taken = min(n, pages[0])  # a sequence's last pages before its first
+        while self.full > self.free:
+            pages = self.by_sequence[0]
+            taken = min(self.full - self.free, pages[0])  # a sequence's last pages before its first
             pages[0] -= taken
-            n -= taken
+            self.full -= taken
             if not pages[0]:
-                self.full.popleft()
+                self.by_sequence.popleft()
 
     def release(self, tokens: int) -> list[int]:
         """Free the pages of a sequence; returns how many of its first pages may be found again."""
-        pages = pages_for(tokens, self.page_tokens)
-        full = [tokens // self.page_tokens if self.prefix_caching else 0]
-        self.free += pages
-        self.blank += pages - full[0]
-        if full[0]:
-            self.full.append(full)
-        return full
+        self.free += pages_for(tokens, self.page_tokens)
+        if not self.prefix_caching:
+            return NOTHING_CACHED
+        pages = [tokens // self.page_tokens]
+        self.full += pages[0]
+        self.by_sequence.append(pages)
+        return pages
 
     def find(self, cached: list[int]) -> int:
         """Take what is left of the pages that a sequence released; returns how many."""
         found, cached[0] = cached[0], 0
         self.free -= found
+        self.full -= found
         return found
 
 
@@ -1940,7 +1945,8 @@ def quick_steps(
             preempted += 1
         if growing:
             pool.take(growing)
-        room = max_batched_tokens - len(running)
+        decoding = len(running)
+        room = max_batched_tokens - decoding
 
         # The one that fills, then those that wait.
         entering: list[QuickRequest] = []
@@ -1959,40 +1965,46 @@ def quick_steps(
                 preempt(filling)
                 preempted += 1
             filling = None
-        while waiting and not preempted and room and len(running) + len(entering) < max_running:
+        while waiting and not preempted and room and decoding + len(entering) < max_running:
             request = waiting[0]
             needed = pages_for(request.known, page_tokens)
             if needed + (kept_free if running or entering else 0) > pool.free:
                 break
             entering.append(waiting.popleft())
-            found = pool.find(request.cached)
-            tokens = min(request.known - found * page_tokens, room)
+            found = 0
+            if request.preempted:
+                found = pool.find(request.cached)
+            else:
+                entered += 1
+            tokens = request.known - found * page_tokens
+            if tokens > room:
+                tokens = room
+                needed = pages_for(found * page_tokens + tokens, page_tokens)
             request.computed = found * page_tokens + tokens
-            pool.take(pages_for(request.computed, page_tokens) - found)
+            pool.take(needed - found)
             prefilled += tokens
             reprefilled += tokens * request.preempted
             room -= tokens
-            entered += not request.preempted
-        ran, held, generated = len(running) + len(entering), pages - pool.free, len(running)
+        ran, held = decoding + len(entering), pages - pool.free
 
         # Generate.
         for request in entering:
             if request.computed < request.known:
                 filling = request
             else:
-                generated += 1
                 number = next(entries)
                 running[number] = request
                 request.lag = step + 1 - request.computed
                 due[request.lag % page_tokens] += 1
                 finishing[step + request.length - request.known - 1].append(number)
-        computed = ran - len(entering) + prefilled
-        for number in finishing.pop(step, ()):
-            if number in running:
-                request = running.pop(number)
-                due[request.lag % page_tokens] -= 1
-                pool.release(step + 1 - request.lag)
-        yield ran, computed, generated, held, preempted, prefilled, reprefilled, entered
+        generated = len(running)
+        if step in finishing:
+            for number in finishing.pop(step):
+                if number in running:
+                    request = running.pop(number)
+                    due[request.lag % page_tokens] -= 1
+                    pool.release(step + 1 - request.lag)
+        yield ran, decoding + prefilled, generated, held, preempted, prefilled, reprefilled, entered
 
 
 # ---------------------------------------------------------------------------------------- verify
