@@ -56,7 +56,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
-from itertools import count, islice, starmap
+from itertools import count, islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -937,9 +937,9 @@ class Request:
 
     def __init__(self, prompt: int, output: int) -> None:
         self.prompt = prompt
-        self.length = prompt + output  # which the scheduler does not look at before it is reached
+        self.length = prompt + output  # tokens when it is done; no decision looks ahead to it
         self.known = prompt  # tokens: the prompt, and what has been generated
-        self.computed = 0  # of these, the tokens whose K and V are stored
+        self.computed = 0  # of these, the tokens whose K and V are stored: all but the newest
         self.decoding = False  # its prefill is done
         self.preempted = False  # it has lost its pages at some time
         self.sequence: Any = None  # its block table, while it runs
@@ -991,25 +991,27 @@ class Scheduler:
         self.waiting.append(Request(prompt, output))
 
     def step(self) -> Step:
-        """Make one step: those that run compute, those that wait may enter, all generate."""
+        """Make one step: those that run compute, those that wait may enter, then all generate."""
         pool, room = self.pool, self.max_batched_tokens
         scheduled: dict[Request, int] = {}  # how many tokens each computes
         preempted = entered = 0
 
-        # Those that run, the oldest first: each computes what it knows and has not computed.
+        # Those that run, the oldest first: each computes what it knows and has not computed. While
+        # there is no page for that, the newest of all that run is preempted, perhaps itself.
         for request in self.running:
             tokens = min(request.known - request.computed, room)
             while request.sequence and not self.fits(request, tokens):
-                self.preempt(self.running.pop())  # the newest of all that run
+                self.preempt(self.running.pop())  # the newest: it has not had its turn
                 preempted += 1
-            if request.sequence:
+            if request.sequence:  # None: it was the newest itself
                 scheduled[request] = self.compute(request, tokens)
                 room -= tokens
 
-        # Those that wait, from the front of the queue, unless somebody was preempted.
+        # Those that wait, from the front of the queue, unless somebody was preempted. All that the
+        # first one knows must fit, though it takes pages only for what it computes in this step.
         while self.waiting and not preempted and room and len(self.running) < self.max_running:
             request = self.waiting[0]
-            kept_free = self.kept_free if self.running else 0
+            kept_free = self.kept_free if self.running else 0  # or it might never enter
             if pages_for(request.known, pool.page_tokens) + kept_free > pool.free:
                 break
             self.running.append(self.waiting.popleft())
@@ -1017,11 +1019,13 @@ class Scheduler:
             tokens = min(request.known, room)
             scheduled[request] = self.compute(request, tokens)
             room -= tokens
-            entered += not request.preempted
+            if not request.preempted:
+                entered += 1
         running, held = len(self.running), pool.held
         prefills = {request: n for request, n in scheduled.items() if not request.decoding}
 
-        # Generate: one more token for each whose known tokens are now all computed.
+        # Generate: one more token for each whose known tokens are now all computed. Whoever has its
+        # whole output leaves, and its pages are free from the next step on.
         generated = 0
         for request in list(self.running):
             if request.computed == request.known:
@@ -1037,18 +1041,19 @@ class Scheduler:
         return Step(running, computed, generated, held, preempted, prefilled, reprefilled, entered)
 
     def fits(self, request: Request, tokens: int) -> bool:
-        """Whether there are pages for so many more tokens of a sequence that runs."""
+        """Whether there are pages for `tokens` more tokens of a request that runs."""
         pages = pages_for(request.computed + tokens, self.pool.page_tokens)
-        return pages - len(request.sequence.table) <= self.pool.free
+        new_pages = pages - len(request.sequence.table)
+        return new_pages <= self.pool.free
 
     def compute(self, request: Request, tokens: int) -> int:
-        """Store the K and V of so many more tokens of a sequence."""
+        """Store the K and V of `tokens` more tokens; a page is taken when the last one is full."""
         self.pool.append(request.sequence, tokens)
         request.computed += tokens
         return tokens
 
     def preempt(self, victim: Request) -> None:
-        """Take a sequence's pages away. It keeps its tokens, and waits in front of all others."""
+        """Take all pages of a request away. It keeps its tokens, and waits in front of all others."""
         self.pool.release(victim.sequence)
         victim.sequence, victim.computed, victim.decoding = None, 0, False
         victim.preempted = True
@@ -1175,7 +1180,8 @@ def serve(
 ) -> Served:
     """Serve all requests on one replica with `pages` pages of KV, and count what it took.
 
-    All wait from the start, and `Scheduler` decides. The steady state is timed by
+    All wait from the start. `quick_steps`, behind the lesson's end, makes the steps of `Scheduler`
+    in less time; the tests compare the two. The steady state is timed by
     `step_seconds(tokens computed, tokens that the held pages have room for)`. With `prefix_caching`
     (vLLM's default) a preempted sequence finds its full pages again, from the first one on, as far
     as nobody has taken them: pages that are no full page of anybody are taken first, then those
@@ -1296,23 +1302,30 @@ BURST_WAITING = Spread(3404, 3756, 4017)
 REPREFILLED_AT_95 = Spread(782_182, 882_596.5, 976_033)
 
 LESSON_6 = """
-Three sequences on a pool of 8 pages, 16 tokens each. A line is a step of Scheduler:
+Three sequences on a pool of 8 pages of 16 tokens; the prompts have 46, 47 and 15 tokens. A line
+shows each after a step of Scheduler, as tokens computed: pages.
 
 {story}
 
-A sequence takes a page when its last one is full. If no page is free, the newest of all that run is
-preempted. It loses all its pages, and waits in front of all others. It comes back when all its
-tokens fit, and computes them again.
+A sequence takes a page for the first token that no longer fits its last one: the page that was
+freed last. If no page is free, the sequence that entered last is preempted, even if it is the one
+that needs the page. It loses all its pages, and waits in front of all others. It enters again in a
+later step, when all its tokens fit, and computes them again.
 
-So vLLM decides (V1, version 0.33): on 72 recorded workloads this scheduler makes the engine's own
-steps. Now 4,000 requests wait for {pages:,} pages, and a step computes at most {STEP_TOKENS:,}
-tokens. Chat is the workload; long swaps prompts and answers, and cuts answers at 4,096 tokens:
+So vLLM decides (V1, version 0.33, first come first served). On 72 recorded workloads without prefix
+caching this scheduler makes the same steps as the engine's. Other engines choose otherwise: SGLang
+preempts the sequence with the fewest tokens generated.
+
+Now 4,000 requests wait for {pages:,} pages, and a step computes at most {STEP_TOKENS:,} tokens
+(vLLM's default for a server on an H100). Chat is the workload; long swaps prompts and answers, and
+cuts answers at 4,096 tokens. "At most" is vLLM's max_num_seqs, "free" its watermark: the share of
+the pages that is kept free when a sequence enters.
 
 {sweep}
 
-"Again" is tokens prefilled again divided by tokens prefilled for the first time. All columns but
-"preempted" are the steady state: the flood of the start and the end, when nobody waits, are left
-out. "At most" is vLLM's max_num_seqs, "kept free" its watermark.
+"Again" is tokens prefilled again divided by tokens prefilled for the first time. "Preempted" counts
+the whole run. The other results are the steady state, without the first flood and the end, when
+nobody waits. Tok/s are the roofline's, at the hardware's peak.
 
 For long answers the onset is a cliff, for chat a slope. Allowing 500 costs long answers a fifth of
 the tokens/s, and chat a twentieth. (Seeds 0 to 49: {LOSS[long].least:g}% to {LOSS[long].most:g}%,
@@ -1414,25 +1427,27 @@ def b6(s: Parts, show: bool) -> Parts:
 def six_steps() -> str:
     """Three sequences on eight pages: one comes, one grows, one is preempted and comes back."""
     scheduler, lines = Scheduler(pages=8, page_tokens=16), []
-    names: dict[str, Request] = {}
+    requests: dict[str, Request] = {}
     arrivals = {1: {"a": (46, 5), "b": (47, 8)}, 2: {"c": (15, 6)}}
     remarks = (
-        "a and b enter", "c enters", "b's last page is full",
-        "no page for a: c is preempted", "a has its whole output", "c prefills again",
+        "a and b enter", "c enters", "b's 49th token takes page 7",
+        "a's 49th takes page 6 from c", "a leaves after this step", "c computes 15 + 2 again",
     )  # fmt: skip
     for step, remark in enumerate(remarks, 1):
         for name, (prompt, output) in arrivals.get(step, {}).items():
             scheduler.add(prompt, output)
-            names[name] = scheduler.waiting[-1]
+            requests[name] = scheduler.waiting[-1]
         scheduler.step()
-        where = {request: str(request.sequence.table) for request in scheduler.running}
-        where.update(dict.fromkeys(scheduler.waiting, "waits"))
-        tables = [where.get(names[name], "") if name in names else "" for name in "abc"]
-        held = f"{scheduler.pool.held} of {scheduler.pool.pages}"
-        lines.append((step, *tables, held, remark))
+        cells = dict.fromkeys("abc", "")
+        for name, request in requests.items():
+            if request in scheduler.running:
+                cells[name] = f"{request.computed}: {request.sequence.table}"
+            elif request in scheduler.waiting:
+                cells[name] = "waits"
+        lines.append((step, *cells.values(), remark))
     return table(
-        "    step  table of a    table of b    of c      held   what happened",
-        "{:>8}  {:<14}{:<14}{:<8}{:>6}   {}",
+        "    step  a                b                c          what happened",
+        "{:>8}  {:<17}{:<17}{:<11}{}",
         lines,
     )
 
@@ -1441,8 +1456,8 @@ def sweep_table(served: dict[tuple[str, int, float], Served]) -> str:
     """Both mixes in the steady state, with more and more sequences allowed to run."""
     spreads = [spread for mix in AGAIN.values() for spread in mix]
     return table(
-        "   mix at most kept free  running   held  preempted   again   seeds 0-49   tok/s",
-        "{:>6}{:>8}{:>10.0%}{:>9.1f}{:>7.1%}{:>11,}{:>8.1%}{:>13}{:>8,.0f}",
+        "   mix  at most  free   running   held   preempted   again   seeds 0-49    tok/s",
+        "{:>6}{:>9}{:>6.0%}{:>10.1f}{:>7.1%}{:>12,}{:>8.1%}{:>13}{:>9,.0f}",
         (
             (
                 mix, most, free, row.running, row.held, row.preempted, row.again,
@@ -1636,8 +1651,8 @@ def assembly(s: Parts) -> None:
     decode, decode_below = (
         rate(in_pages, clock)[1] / rate(reserved, clock)[1] for clock in (at_the_peak, below)
     )
-    with_prefill, with_prefill_below = worth_of_pages(
-        s, requests, reserved.batch, at_the_peak, below
+    with_prefill, with_prefill_below = (
+        worth_of_pages(s, requests, reserved.batch, clock) for clock in (at_the_peak, below)
     )
 
     pool_tokens, ridge = s["budget_tokens"](), s["ridge_tokens"]()
@@ -1670,24 +1685,15 @@ def worth_of_pages(
     s: Parts,
     requests: list[tuple[int, int]],
     reserved: int,
-    *clocks: Callable[[float, float], float],
-) -> list[float]:
-    """Tokens/s of pages with 5% kept free, over those of `reserved` running, by each of the clocks.
-
-    Prefill is in the same steps. Each server runs once, at a second a step, and is timed after it.
-    """
-    pages, rates = s["budget_tokens"]() // 16, []
-    for kept, most in ((0, reserved), (0.05, 500)):
-        steps: list[tuple[float, ...]] = []
-
-        def one_second(*step: float, steps: list[tuple[float, ...]] = steps) -> float:
-            steps.append(step)
-            return 1.0
-
-        served = s["serve"](requests, pages, 16, kept, most, STEP_TOKENS, one_second)
-        generated = served.tokens_per_s * len(steps)
-        rates.append([generated / sum(starmap(clock, steps)) for clock in clocks])
-    return [many / few for few, many in zip(*rates)]
+    step_seconds: Callable[[float, float], float],
+) -> float:
+    """Tokens/s of pages with 5% kept free, over those of `reserved` running, prefill included."""
+    pages = s["budget_tokens"]() // 16
+    few, many = (
+        s["serve"](requests, pages, 16, kept, most, STEP_TOKENS, step_seconds).tokens_per_s
+        for kept, most in ((0, reserved), (0.05, 500))
+    )
+    return float(many / few)
 
 
 def memory_bars(s: Parts, rows: dict[str, Allocation]) -> str:
