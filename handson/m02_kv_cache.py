@@ -3497,15 +3497,24 @@ REST_SHARE = 0.05  # of a card, for all but weights and KV: in block 1 it is 15.
 UTILIZATION = 0.92  # vLLM's default
 KEPT_FREE = 0.05  # the watermark of block 6's rule
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-REACHED = {"peak": (1.0, 1.0), "50%, 80%": (0.5, 0.8)}  # of FLOP/s and of bandwidth
 
-Range = tuple[float, ...]  # a figure at each of REACHED
+
+class Range(NamedTuple):
+    """A figure at the hardware's peak, and at 50% MFU and 80% of the bandwidth."""
+
+    peak: float
+    below: float
+
+    def __format__(self, _: str) -> str:
+        """Two columns of a recipe."""
+        return f"{figure(self.peak):>7}{figure(self.below):>10}"
 
 
 class Deployment(NamedTuple):
-    """A replica sized for its traffic, in the order in which a pencil gets there."""
+    """A replica sized for its traffic: what its recipe calculates, in the same order."""
 
     memory_gib: float  # of all its GPUs, as the runtime reports it
+    used_gib: float
     weights_gib: float
     rest_gib: float  # activations, CUDA graphs, communication: assumed, unless given
     budget_gib: float  # what is left for KV
@@ -3520,12 +3529,15 @@ class Deployment(NamedTuple):
     max_num_seqs_alone: int  # for an engine that cannot keep pages free
     running: float  # sequences, with 5% kept free
     step_tokens: float  # what they compute in a step
+    held_tokens: float  # whose KV they read
     ridge: Range  # tokens a step from which computing takes longer than reading the weights
-    weights_s: Range  # seconds of reading the weights
-    step_s: Range  # seconds of a step
+    weights_ms: Range
+    compute_ms: Range
+    kv_ms: Range
+    step_ms: Range
     tokens_per_s: Range
     per_user: Range  # tokens/s of one sequence
-    first_token_s: Range  # seconds to the first token of a mean prompt, on an idle server
+    first_token_ms: Range  # of a mean prompt, on an idle server
 
 
 def size(
@@ -3557,18 +3569,15 @@ def size(
     >>> l4.tokens, round(l4.fill_pool, 1), l4.limit
     (34480, 15.3, 'KV memory')
     """
-    gib, gb_per_s, tflops = card
     if active_params is None and experts(config):
         raise ValueError(f"active_params is missing: config has {experts(config)}, and uses a few")
     if active_params is not None and active_params > n_params:
         raise ValueError(f"active_params = {active_params:g} is more than all {n_params:g}")
     requests = list(requests)
     resident = resident_tokens(requests)
-    prompt = sum(prompt for prompt, _ in requests) / len(requests)
 
-    memory = tp * gib
-    weights = n_params * weight_bytes / GIB
-    rest = tp * (REST_SHARE * gib if rest_gib is None else rest_gib)
+    memory, weights = tp * card.gib, n_params * weight_bytes / GIB
+    rest = tp * (REST_SHARE * card.gib if rest_gib is None else rest_gib)
     budget = memory * utilization - weights - rest
     if budget <= 0:
         raise ValueError(
@@ -3579,69 +3588,62 @@ def size(
     on_each = math.ceil(kv_bytes(config, length, dtype_bytes, tp) / length)
     if not on_each:
         raise ValueError("no layer keeps KV: its memory is never the limit")
-    tokens = budget_tokens(budget, tp * on_each)
-    longest = max(prompt + output for prompt, output in requests)
+    kv_per_token = tp * on_each
+    tokens = budget_tokens(budget, kv_per_token)
+    longest = max(map(sum, requests))
     if longest > tokens:
         raise ValueError(f"a request of {longest:,} tokens never fits a pool of {tokens:,}")
 
     fill_pool, fill_step = tokens / resident, step_fills(requests, STEP_TOKENS)
+    alone = min(fill_pool - 2 * math.sqrt(fill_pool), fill_step)
     running = max(1, min((1 - KEPT_FREE) * fill_pool, fill_step))
-    step_tokens = running * STEP_TOKENS / fill_step
-    speeds: list[Parts] = [
-        {
+    step_tokens, held_tokens = running * STEP_TOKENS / fill_step, running * resident
+    prompt = sum(prompt for prompt, _ in requests) / len(requests)
+
+    def pace(mfu: float, mbu: float) -> tuple[float, ...]:
+        speed: Parts = {
             "n_params": n_params, "active_params": active_params, "weight_bytes": weight_bytes,
-            "flops_per_gpu": tflops * 1e12, "gb_per_s": gb_per_s, "mfu": mfu, "mbu": mbu,
-        }
-        for mfu, mbu in REACHED.values()
-    ]  # fmt: skip
+            "flops_per_gpu": card.tflops * 1e12, "gb_per_s": card.gb_per_s, "mfu": mfu, "mbu": mbu,
+        }  # fmt: skip
 
-    def seconds(tokens: float, held_tokens: float) -> Range:
-        kv = tp * on_each
-        return tuple(step_seconds(tokens, held_tokens, kv, tp=tp, **speed) for speed in speeds)
+        def ms(tokens: float, held_tokens: float) -> float:
+            return 1000 * step_seconds(tokens, held_tokens, kv_per_token, tp=tp, **speed)
 
-    step_s = seconds(step_tokens, running * resident)
+        ridge, weights, step = ridge_tokens(**speed), ms(0, 0), ms(step_tokens, held_tokens)
+        return (
+            ridge, weights, weights * step_tokens / ridge, ms(0, held_tokens) - weights, step,
+            1000 * running / step, 1000 / step, ms(prompt, prompt),
+        )  # fmt: skip
+
     return Deployment(
-        memory, weights, rest, budget, on_each, tp * on_each, tokens, resident,
-        fill_pool, fill_step, "KV memory" if fill_pool <= fill_step else "the step",
-        max(1, math.ceil(min(fill_pool, fill_step))),
-        max(1, int(min(fill_pool - 2 * math.sqrt(fill_pool), fill_step))),
-        running, step_tokens,
-        ridge=tuple(ridge_tokens(**speed) for speed in speeds),
-        weights_s=seconds(0, 0),
-        step_s=step_s,
-        tokens_per_s=tuple(running / step for step in step_s),
-        per_user=tuple(1 / step for step in step_s),
-        first_token_s=seconds(prompt, prompt),
+        memory, memory * utilization, weights, rest, budget, on_each, kv_per_token, tokens,
+        resident, fill_pool, fill_step, "KV memory" if fill_pool <= fill_step else "the step",
+        max(1, math.ceil(min(fill_pool, fill_step))), max(1, int(alone)),
+        running, step_tokens, held_tokens, *map(Range, pace(1, 1), pace(0.5, 0.8)),
     )  # fmt: skip
 
 
 def experts(config: Config) -> str:
     """What a config says of a mixture of experts, or nothing."""
-    for part in (config, *config.values()):
-        for name in EXPERTS if isinstance(part, Mapping) else ():
-            if isinstance(part.get(name), int) and part[name] > 1:
-                return f"{name} = {part[name]}"
-    return ""
+    _, decoder = decoder_of(config)
+    many = (name for name in EXPERTS if isinstance(decoder.get(name), int) and decoder[name] > 1)
+    return next((f"{name} = {decoder[name]}" for name in many), "")
 
 
 def card_of(name: str, value: Any) -> Card:
     """A card by its name, or from its GiB, GB/s and dense TFLOP/s."""
     if isinstance(value, str):
-        found = {known.lower(): card for known, card in CARDS.items()}.get(value.lower())
-        if found is None:
-            raise ValueError(
-                f"{name} must be GiB,GB/s,TFLOP/s (dense) or {', '.join(CARDS)}, not {value!a}"
-            )
-        return found
+        known = {known.lower(): card for known, card in CARDS.items()}
+        if value.lower() in known:
+            return known[value.lower()]
+        names = ", ".join(CARDS)
+        raise ValueError(f"{name} must be GiB,GB/s,TFLOP/s (dense) or {names}, not {value!a}")
     try:
         gib, gb_per_s, tflops = value
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be (GiB, GB/s, TFLOP/s), not {shown(value)}") from None
-    return Card(
-        number(f"{name} GiB", gib, 1e-3, 1e6),
-        number(f"{name} GB/s", gb_per_s, 1e-3, 1e9),
-        number(f"{name} TFLOP/s", tflops, 1e-3, 1e9),
-    )
+    figures = {"GiB": gib, "GB/s": gb_per_s, "TFLOP/s": tflops}
+    return Card(*(number(f"{name} {unit}", x, 1e-3, 1e6) for unit, x in figures.items()))
 
 
 def bytes_in_words(config: Config, width: float, tp: int, on_each: int) -> str:
@@ -3663,69 +3665,62 @@ def bytes_in_words(config: Config, width: float, tp: int, on_each: int) -> str:
     return f"kv_bytes(config, tp={tp}), from its class"
 
 
+RECIPE = """\
+  each: {card.gib:g} GiB, {tb_per_s:g} TB/s, {card.tflops:g} TFLOP/s (what is printed is rounded)
+
+memory shown | {tp} x {card.gib:.2f} | {memory_gib:.2f} GiB
+of it in use | {memory_gib:.2f} x {utilization:g} | {used_gib:.2f} GiB
+weights | {params} x {weight_bytes:g} B / 2^30 | {weights_gib:.2f} GiB
+the rest, {rest_is} | {rest} | {rest_gib:.2f} GiB
+KV budget | {used_gib:.2f} - {weights_gib:.2f} - {rest_gib:.2f} | {budget_gib:.2f} GiB
+a token, each GPU | {token} | {bytes_on_each:,} B
+a token, in all | {tp} x {bytes_on_each:,} | {kv_per_token:,} B
+tokens that fit | {budget_gib:.2f} x 2^30 / {kv_per_token:,} | {tokens:,}
+a sequence holds | {prompt_and_half} + 16 / 2 | {resident:,.1f} tokens
+fill the pool | {tokens:,} / {resident:,.1f} | {fill_pool:,.1f} sequences
+fill a step | {STEP_TOKENS:,} / (1 + {prompt} / {output}) | {fill_step:,.1f} sequences
+the limit | the lesser of the two | {limit}
+
+  THE SETTING, with max_num_batched_tokens {STEP_TOKENS:,}
+watermark | pages kept free, where the engine can | {KEPT_FREE}
+max_num_seqs | the lesser of the two, rounded up | {max_num_seqs:,}
+without watermark | {pool} - 2 x sqrt({pool}){most} | max_num_seqs {max_num_seqs_alone:,}
+so there run | {unreserved:g} x {pool}{most} | {running:,.1f} sequences
+a step computes | {running:,.1f} x (1 + {prompt} / {output}) | {step_tokens:,.1f} tokens
+a step reads KV of | {running:,.1f} x {resident:,.1f} | {held_tokens:,.0f} tokens
+
+                                                                      peak  50%, 80%
+ridge, tokens | {card.tflops:g} / {tb_per_s:g}{wider}{sparse} | {ridge}
+read weights, ms | {params} x {weight_bytes:g} / ({tp} x {tb_per_s:g}e12) | {weights_ms}
+compute, ms | {step_tokens:,.1f} / ridge x that | {compute_ms}
+read KV, ms | {held_tokens:,.0f} x {kv_per_token:,} / ({tp} x {tb_per_s:g}e12) | {kv_ms}
+a step, ms | the longer of the first two, + KV | {step_ms}
+tokens/s | {running:,.1f} / a step | {tokens_per_s}
+tokens/s, a user | 1 / a step | {per_user}
+first token, ms | a step of {prompt} tokens: idle server | {first_token_ms}
+"""
+
+
 def recipe(config: Config, given: Parts, d: Deployment) -> None:
     """Print how `d` = size(config, **given) comes about: a line for each number, its name first."""
-    gib, gb_per_s, tflops = given["card"]
-    tp, each, rest = given["tp"], given["weight_bytes"], given["rest_gib"]
-    params = billions(given["n_params"])
-    active = billions(given["active_params"] or given["n_params"])
+    tp, each, rest, n_params = (given[x] for x in ("tp", "weight_bytes", "rest_gib", "n_params"))
+    active, width = given["active_params"] or n_params, given["dtype_bytes"] or DTYPE
     prompt, output = (f"{sum(column) / len(column):,.6g}" for column in zip(*given["requests"]))
-    same = len(set(given["requests"])) == 1
-    share, pool = f"(1 + {prompt} / {output})", f"{d.fill_pool:,.1f}"
-    used, held = d.memory_gib * given["utilization"], d.running * d.resident
-
-    def line(name: str, formula: str, result: str) -> None:
-        print(f"  {name:<18} = {formula:<41} = {result}")
-
-    def both(name: str, formula: str, results: Range, scale: float = 1) -> None:
-        columns = "".join(f"{figure(scale * result):>11}" for result in results)
-        print(f"  {name:<18} = {formula:<37} ={columns}")
-
-    print(f"  each: {gib:g} GiB, {gb_per_s / 1000:g} TB/s, {tflops:g} TFLOP/s", end=" ")
-    print("(what is printed is rounded)\n")
-    line("memory shown", f"{tp} x {gib:.2f}", f"{d.memory_gib:.2f} GiB")
-    line("of it in use", f"{d.memory_gib:.2f} x {given['utilization']:g}", f"{used:.2f} GiB")
-    line("weights", f"{params} x {each:g} B / 2^30", f"{d.weights_gib:.2f} GiB")
-    if rest is None:
-        line("the rest, assumed", f"{d.memory_gib:.2f} x {REST_SHARE}", f"{d.rest_gib:.2f} GiB")
-    else:
-        line("the rest, given", f"{tp} x {rest:g}", f"{d.rest_gib:.2f} GiB")
-    left = f"{used:.2f} - {d.weights_gib:.2f} - {d.rest_gib:.2f}"
-    line("KV budget", left, f"{d.budget_gib:.2f} GiB")
-    words = bytes_in_words(config, given["dtype_bytes"] or DTYPE, tp, d.bytes_on_each)
-    line("a token, each GPU", words, f"{d.bytes_on_each:,} B")
-    line("a token, in all", f"{tp} x {d.bytes_on_each:,}", f"{d.kv_per_token:,} B")
-    line("tokens that fit", f"{d.budget_gib:.2f} x 2^30 / {d.kv_per_token:,}", f"{d.tokens:,}")
-    life = f"{prompt} + {output} / 2" if same else "E[p x o + o^2 / 2] / E[o]"
-    line("a sequence holds", f"{life} + 16 / 2", f"{d.resident:,.1f} tokens")
-    line("fill the pool", f"{d.tokens:,} / {d.resident:,.1f}", f"{pool} sequences")
-    line("fill a step", f"{STEP_TOKENS:,} / {share}", f"{d.fill_step:,.1f} sequences")
-    line("the limit", "the lesser of the two", d.limit)
-
-    print(f"\n  THE SETTING, with max_num_batched_tokens {STEP_TOKENS:,}")
-    line("watermark", "pages kept free, where the engine can", f"{KEPT_FREE}")
-    line("max_num_seqs", "the lesser of the two, rounded up", f"{d.max_num_seqs:,}")
-    most = f", at most {d.fill_step:,.1f}" if d.limit == "the step" else ""
-    alone = f"{pool} - 2 x sqrt({pool}){most}"
-    line("without watermark", alone, f"max_num_seqs {d.max_num_seqs_alone:,}")
-    line("so there run", f"{1 - KEPT_FREE:g} x {pool}{most}", f"{d.running:,.1f} sequences")
-    line("a step computes", f"{d.running:,.1f} x {share}", f"{d.step_tokens:,.1f} tokens")
-    line("a step reads KV of", f"{d.running:,.1f} x {d.resident:,.1f}", f"{held:,.0f} tokens")
-
-    print("\n" + " " * 62 + "".join(f"{name:>11}" for name in REACHED))
-    ridge, bandwidth = f"{tflops:g} / {gb_per_s / 1000:g}", f"({tp} x {gb_per_s / 1000:g}e12)"
-    wider = f" x {each:g} / 2" if each != DTYPE else ""
-    sparse = f" x {params} / {active}" if active != params else ""
-    both("ridge, tokens", ridge + wider + sparse, d.ridge)
-    both("read weights, ms", f"{params} x {each:g} / {bandwidth}", d.weights_s, 1000)
-    compute = tuple(s * d.step_tokens / ridge for s, ridge in zip(d.weights_s, d.ridge))
-    both("compute, ms", f"{d.step_tokens:,.1f} / ridge x that", compute, 1000)
-    kv = tuple(s - max(both) for s, *both in zip(d.step_s, d.weights_s, compute))
-    both("read KV, ms", f"{held:,.0f} x {d.kv_per_token:,} / {bandwidth}", kv, 1000)
-    both("a step, ms", "the longer of the first two, + KV", d.step_s, 1000)
-    both("tokens/s", f"{d.running:,.1f} / a step", d.tokens_per_s)
-    both("tokens/s, a user", "1 / a step", d.per_user)
-    both("first token, ms", f"a step of {prompt} tokens: idle server", d.first_token_s, 1000)
+    alike = len(set(given["requests"])) == 1
+    figures: Parts = {
+        **globals(), **given, **d._asdict(), "prompt": prompt, "output": output,
+        "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
+        "unreserved": 1 - KEPT_FREE, "rest_is": "assumed" if rest is None else "given",
+        "rest": f"{d.memory_gib:.2f} x {REST_SHARE}" if rest is None else f"{tp} x {rest:g}",
+        "token": bytes_in_words(config, width, tp, d.bytes_on_each),
+        "prompt_and_half": f"{prompt} + {output} / 2" if alike else "E[p x o + o^2 / 2] / E[o]",
+        "pool": f"{d.fill_pool:,.1f}",
+        "most": f", at most {d.fill_step:,.1f}" if d.limit == "the step" else "",
+        "wider": f" x {each:g} / 2" if each != DTYPE else "",
+        "sparse": f" x {n_params / 1e9:.6g} / {active / 1e9:.6g}" if active != n_params else "",
+    }  # fmt: skip
+    for line in RECIPE.format_map(figures).splitlines():
+        print("  {:<18} = {:<41} = {}".format(*line.split(" | ")) if "|" in line else line)
     say(
         """Left, the hardware's peak; right, 50% MFU and 80% of the bandwidth. Communication between
         GPUs and the FLOP of attention are in neither."""
@@ -3736,24 +3731,19 @@ def recipe(config: Config, given: Parts, d: Deployment) -> None:
             what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB a GPU. Yours prints
             the tokens that fit (vLLM: GPU KV cache size); --rest GIB corrects the guess."""
         )
-    if same:
+    if alike:
         say("Where lengths differ, sequences hold more, for long answers stay longer: --trace.")
     if each < DTYPE:
         say("Arithmetic is taken in 16 bits; --card GIB,GB/S,TFLOP/S may say another rate.")
-    if active != params:
+    if active != n_params:
         say("Every expert is read in every step: true of large steps, too slow for small ones.")
-    if d.kv_per_token > kv_bytes(config, 1, given["dtype_bytes"]):
+    if d.kv_per_token > kv_bytes(config, 1, width):
         say(
             """A latent, or a KV head where there are more GPUs, is whole on each GPU: the tokens
             that fit are what the budget of one GPU holds."""
         )
-    if d.bytes_on_each < kv_bytes(config, 1, given["dtype_bytes"], tp):
+    if d.bytes_on_each < kv_bytes(config, 1, width, tp):
         say(f"Layers with a window keep less: a token's share of {d.resident:,.0f} is counted.")
-
-
-def billions(params: float) -> str:
-    """A number of parameters, as people write it."""
-    return f"{params / 1e9:.6g}e9"
 
 
 def figure(result: float) -> str:
@@ -3767,17 +3757,14 @@ class Traffic(NamedTuple):
     requests: int
     prompt: float  # mean tokens
     output: float
+    prompt_per_output: float
     fill_pool: float  # sequences that fill the pool, on average
     fill_step: float  # and a step of 8,192 tokens
     least: float  # of these two and vLLM's 1,024
     slots_per_s: float  # tokens/s with as many as 8,192-token slots hold
     pages_per_s: float  # with pages, 5% kept free
+    worth: float  # how often pages make as many tokens/s as slots
     again: float  # prefill computed again, over what is computed for the first time
-
-    @property
-    def ratio(self) -> float:
-        """How often pages make as many tokens/s as slots."""
-        return self.pages_per_s / self.slots_per_s
 
 
 MAX_NUM_SEQS = 1024  # vLLM's, serving on an H100
@@ -3787,66 +3774,54 @@ def traffic(requests: Iterable[tuple[int, int]]) -> Traffic:
     """What pages are worth to these requests: the lesson's model, GPUs and 35,328 pages.
 
     Both servers prefill in the same steps, of 8,192 tokens at most. All requests wait from the
-    start, in the order given.
+    start, in the order given; fewer than twice as many as run at once have no steady state.
     """
     requests = list(requests)
-    pages = budget_tokens() // 16
-    slots = contiguous(requests, 8192).batch
-    fill_pool = budget_tokens() / resident_tokens(requests)
-    fill_step = step_fills(requests, STEP_TOKENS)
-    in_slots = serve(requests, pages, max_running=slots, max_batched_tokens=STEP_TOKENS)
-    in_pages = serve(
-        requests, pages, watermark=KEPT_FREE, max_running=MAX_NUM_SEQS,
-        max_batched_tokens=STEP_TOKENS,
-    )  # fmt: skip
-    prompt, output = (sum(column) / len(requests) for column in zip(*requests))
+    tokens, n = budget_tokens(), len(requests)
+    fill_pool, fill_step = tokens / resident_tokens(requests), step_fills(requests, STEP_TOKENS)
+    server = partial(serve, requests, tokens // 16, max_batched_tokens=STEP_TOKENS)
+    slots = server(max_running=tokens // 8192).tokens_per_s
+    pages = server(max_running=MAX_NUM_SEQS, watermark=KEPT_FREE)
+    prompts, outputs = map(sum, zip(*requests))
     return Traffic(
-        len(requests), prompt, output,
+        n, prompts / n, outputs / n, prompts / outputs,
         fill_pool, fill_step, min(fill_pool, fill_step, MAX_NUM_SEQS),
-        in_slots.tokens_per_s, in_pages.tokens_per_s, in_pages.again,
+        slots, pages.tokens_per_s, pages.tokens_per_s / slots if slots else math.nan, pages.again,
     )  # fmt: skip
 
 
 def traffic_table(row: Traffic) -> None:
     """Print a row of real traffic under its heading."""
-    print(f"{'mean tokens':>23}{'sequences that fill':>29}{'tokens/s with':>17}")
-    print("  requests prompt output ratio   pool   step  least  slots  pages worth  again")
-    print(
-        f"{row.requests:>10,}{row.prompt:>7,.0f}{row.output:>7,.0f}{row.prompt / row.output:>6.1f}"
-        f"{row.fill_pool:>7,.0f}{row.fill_step:>7,.0f}{row.least:>7,.0f}{row.slots_per_s:>7,.0f}"
-        f"{row.pages_per_s:>7,.0f}{row.ratio:>5.2f}x{row.again:>7.1%}"
-    )
+    headings = """\
+            mean tokens          sequences that fill    tokens/s with
+  requests prompt output ratio   pool   step  least  slots  pages worth  again"""
+    form = "{:>10,}{:>7,.0f}{:>7,.0f}{:>6.1f}" + "{:>7,.0f}" * 5 + "{:>5.2f}x{:>7.1%}"
+    print(table(headings, form, [row]))
     say(
         f"""The pool is {budget_tokens():,} tokens, a step {STEP_TOKENS:,}; the least is of these
         two and the {MAX_NUM_SEQS:,} that vLLM runs. {budget_tokens() // 8192} run in slots of 8,192
         tokens; pages keep {KEPT_FREE:.0%} free. Again: prefill that preempted sequences repeat."""
     )
-
-
-COLUMNS = ("ContextTokens", "GeneratedTokens")  # of a trace, as in Azure's
+    if row.requests < 2 * row.least:
+        say("So few requests have no steady state: take more before you believe the tokens/s.")
 
 
 def requests_at(path: str) -> list[tuple[int, int]]:
     """The (prompt, output) requests of the trace at `path`, or UsageError."""
-    text = contents("--trace", path, 2**28)
+    text = contents("--trace", path, 2**28).decode("utf-8-sig", "replace")
+    rows = csv.DictReader(io.StringIO(text, newline=""))
+    requests = []
     try:
-        rows = csv.DictReader(io.StringIO(text.decode("utf-8-sig"), newline=""))
-        missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
-        if missing:
-            raise UsageError(f"--trace {path}: no column {missing[0]} in the first line")
-        requests = []
         for row in rows:
-            prompt, output = (int(row[name] or "") for name in COLUMNS)
+            prompt, output = int(row["ContextTokens"] or ""), int(row["GeneratedTokens"] or "")
             if prompt < 0 or output < 1:
                 raise ValueError
             requests.append((prompt, output))
-    except UnicodeDecodeError:
-        raise UsageError(f"--trace {path}: no text in UTF-8") from None
-    except csv.Error as error:
-        raise UsageError(f"--trace {path}: line {rows.line_num}: {error}") from None
-    except ValueError:
-        message = f"line {rows.line_num}: {COLUMNS[0]} must be 0 or more, {COLUMNS[1]} 1 or more"
-        raise UsageError(f"--trace {path}: {message}") from None
+    except (csv.Error, KeyError, ValueError):
+        raise UsageError(
+            f"--trace {path}: line {rows.line_num} is not that of a CSV with the columns"
+            " ContextTokens (0 or more) and GeneratedTokens (1 or more)"
+        ) from None
     if not requests:
         raise UsageError(f"--trace {path}: no requests")
     return requests
@@ -3854,15 +3829,16 @@ def requests_at(path: str) -> list[tuple[int, int]]:
 
 def deploy(mode: argparse.Namespace, config: Config, s: Parts) -> None:
     """Size the deployment that the command line describes, and print the recipe."""
-    mapping("config", config)
-    lengths = mode.trace is not None or None not in (mode.prompt, mode.output)
+    many = experts(mapping("config", config))
     asked = {
-        "--params N": mode.params, "--gpus N": mode.gpus, "--card NAME": mode.card,
-        "--prompt N and --output N, or --trace FILE": lengths or None,
-    }  # fmt: skip
+        "--params N": mode.params,
+        "--gpus N": mode.gpus,
+        "--card NAME": mode.card,
+        "--prompt N and --output N, or --trace FILE": mode.trace
+        or (None if mode.prompt is None else mode.output),
+        f"--active N (parameters that a token uses: {many})": mode.active if many else "",
+    }
     missing = [option for option, value in asked.items() if value is None]
-    if mode.active is None and experts(config):
-        missing.append(f"--active N (parameters that a token uses: {experts(config)})")
     if missing:
         raise UsageError(f"to size a deployment, add {'; '.join(missing)}")
     given = {
