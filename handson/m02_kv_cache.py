@@ -2963,6 +2963,11 @@ ALIASES = {  # other names of a setting, where a class reads them
 }
 DECODERS = ("text_config", "llm_config", "language_config", "thinker_config")  # where it may be
 GROUPS = ("attn_config", "linear_attn_config", "sparse_attention_config")  # of settings
+EVERY = """
+    num_hidden_layers num_attention_heads num_key_value_heads hidden_size head_dim v_head_dim
+    qk_rope_head_dim index_head_dim sliding_window layer_types per_layer_config
+    num_nextn_predict_layers
+"""  # what classes read unless the table denies it
 SHAPE = ("num_attention_heads", "num_key_value_heads", "head_dim")  # what a layer may have its own
 OTHERWISE = (
     "kv_bytes_per_token is right only where every layer keeps one K and one V of every token for"
@@ -2980,8 +2985,8 @@ KINDS = {
 }  # fmt: skip
 
 # layers, to be repeated (after a slash: what else the file may name) | model types
-#     | what the file must say | what else the class reads (name=value: where the file is silent;
-#     name:value: where a text_config is, which may leave out what its class has; -name: does not)
+#     | what the file must say | what else the class reads (name=value: where the file is silent),
+#     and with a minus what it does not read of EVERY
 # Null is as many KV heads as query heads, and as head_dim hidden size / query heads.
 MHA = "num_key_value_heads=null -num_key_value_heads -head_dim"
 GEMMA_4 = (
@@ -2990,15 +2995,14 @@ GEMMA_4 = (
 )
 TABLE = f"""
 F | apertus apertus1p5_text arcee aria_text cohere flex_olmo granite granitemoe granitemoeshared \
-    hyperclovax jais2 nanochat nemotron olmo olmo2 olmoe phi xverse | | num_key_value_heads=null
-F | llama | | num_key_value_heads=null num_hidden_layers:32 num_attention_heads:32 hidden_size:4096
+    hyperclovax jais2 llama nanochat nemotron olmo olmo2 olmoe phi xverse \
+    | | num_key_value_heads=null
 F | aquila arctic bailing_moe bailing_moe_v2 bitnet chameleon deepseek emu3_text_model \
     ernie4_5_moe ernie4_5_moe_vl ernie4_5_vl_moe_text git glm4_moe glm4v_moe_text glm4v_text \
     glm_ocr_text granite_docling_text internlm2 minicpm molmo orion phi3small \
     qwen3_omni_moe_text qwen3_vl_moe_text stablelm stablelm_epoch
-F | cosmos3_edge_text ernie4_5 glm glm4 helium hy_v3 internlm3 molmo2_text paddleocr_vl \
+F | cosmos3_edge_text ernie4_5 gemma glm glm4 helium hy_v3 internlm3 molmo2_text paddleocr_vl \
     paddleocr_vl_text qwen3_vl_text sarvam_moe seed_oss solar_open | head_dim
-F | gemma | head_dim | head_dim:256
 F | exaone | | num_layers
 F | falcon_h1 | | layers_block_type
 F | minimax_m2 | head_dim | attn_type_list
@@ -3021,16 +3025,12 @@ F | qwen | kv_channels | num_key_value_heads=null -num_key_value_heads
 F | chatglm | kv_channels | num_layers multi_query_attention multi_query_group_num {MHA}
 F/- | hunyuan hunyuan_v1_dense hunyuan_v1_moe \
     | | use_cla cla_share_factor attention_head_dim num_key_value_heads=null
-W | mistral | sliding_window | num_hidden_layers:32 num_attention_heads:32 num_key_value_heads:8 \
-    hidden_size:4096
-W | ministral | sliding_window
+W | ministral mistral | sliding_window
 W | ministral3 | sliding_window head_dim
 W | mixtral phi3_v phi4_multimodal phi4mm phimoe starcoder2
 W | phi3 | | num_key_value_heads=null
 /FW | dots1 | sliding_window | max_window_layers
-/FW | qwen2 | | use_sliding_window max_window_layers num_hidden_layers:32 num_attention_heads:32 \
-    num_key_value_heads:32 hidden_size:4096
-/FW | dots_ocr mimo qwen2_5_omni_text qwen2_5_vl qwen2_5_vl_text qwen2_vl qwen2_vl_text \
+/FW | dots_ocr mimo qwen2 qwen2_5_omni_text qwen2_5_vl qwen2_5_vl_text qwen2_vl qwen2_vl_text \
     | | use_sliding_window max_window_layers
 /FW | qwen3 | head_dim | use_sliding_window max_window_layers
 /FW | beam cwm flint gpt_oss kolibri1 laguna mellum muse_glimmer_text muse_spark_text vaultgemma \
@@ -3044,10 +3044,8 @@ W | phi3 | | num_key_value_heads=null
 /FW | gemma4_unified_text | head_dim | {GEMMA_4} sliding_window=1024
 /FW | step3p5 step3p7 | | num_attention_groups attention_other_setting head_dim=128
 /FW- | lara_mini lfm3 | sliding_window head_dim
-WF | gemma2 | sliding_window head_dim \
-    | num_attention_heads:8 num_key_value_heads:4 head_dim:256 sliding_window:4096
-WWWWWF | gemma3 gemma3_text | sliding_window head_dim \
-    | sliding_window_pattern num_attention_heads:8 num_key_value_heads:4 head_dim:256
+WF | gemma2 | sliding_window head_dim
+WWWWWF | gemma3 gemma3_text | sliding_window head_dim | sliding_window_pattern
 CCCF | llama4_text | attention_chunk_size head_dim | no_rope_layers no_rope_layer_interval
 /F- | qwen3_5_moe_text qwen3_5_text qwen3_next | head_dim | full_attention_interval
 /F- | granitemoehybrid minimax olmo_hybrid
@@ -3071,39 +3069,43 @@ UNTYPED = {  # families that publish no model_type, by their architectures
     "['LongcatFlashForCausalLM']": "longcat_flash",
     "['LongcatFlashNgramForCausalLM']": "longcat_flash",
 }
+HEADS_OF_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
+HEADS_OF_GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+TEXT_CONFIG = {  # what its class fills in where a text_config is silent, as published ones are
+    "llama": HEADS_OF_7B,
+    "mistral": {**HEADS_OF_7B, "num_key_value_heads": 8},
+    "qwen2": {**HEADS_OF_7B, "num_key_value_heads": 32},
+    "gemma": {"head_dim": 256},
+    "gemma2": {**HEADS_OF_GEMMA, "sliding_window": 4096},
+    "gemma3": HEADS_OF_GEMMA,
+    "gemma3_text": HEADS_OF_GEMMA,
+}
 
-
-def words(value: Any, i: int) -> str:
-    """A word for each layer."""
-    return KINDS[value[i]]
-
-
-def places(value: Any, i: int) -> str:
-    """The numbers of the full layers."""
-    return FULL if i in value else NOTHING
-
-
-def every(others: str) -> Callable[[Any, int], str]:
-    """Every n-th layer is full, and the others are of another kind."""
-    return lambda n, i: others if (i + 1) % n else FULL
-
-
-# What chooses the layers: from its value and the number of a layer to what that layer keeps.
-CHOOSING: dict[str, Callable[[Any, int], str]] = {
-    "layer_types": words, "layers_block_type": words, "hybrid_override_pattern": words,
-    "full_attention_interval": every(NOTHING), "layer_group_size": every(NOTHING),
-    "sliding_window_pattern": every(WINDOW), "global_attn_every_n_layers": every(WINDOW),
-    "no_rope_layer_interval": every(CHUNK),
+# What tells the layers apart. A list: a word or a mark for each.
+LISTS: dict[str, dict[Any, str]] = {
+    "layer_types": KINDS, "layers_block_type": KINDS, "hybrid_override_pattern": KINDS,
+    "attn_type_list": {0: NOTHING, 1: FULL}, "no_rope_layers": {0: FULL, 1: CHUNK},
+    "sparse_attention_freq": {0: FULL, 1: INDEXED},
+}  # fmt: skip
+# A number n: what layer i keeps.
+NUMBERS: dict[str, Callable[[int, int], str]] = {
+    "full_attention_interval": lambda n, i: NOTHING if (i + 1) % n else FULL,
+    "layer_group_size": lambda n, i: NOTHING if (i + 1) % n else FULL,
+    "sliding_window_pattern": lambda n, i: WINDOW if (i + 1) % n else FULL,
+    "global_attn_every_n_layers": lambda n, i: WINDOW if (i + 1) % n else FULL,
+    "no_rope_layer_interval": lambda n, i: CHUNK if (i + 1) % n else FULL,
     "max_window_layers": lambda n, i: WINDOW if i >= n else FULL,
     "cla_share_factor": lambda n, i: NOTHING if i % n else FULL,
-    "attn_layer_period": lambda n, i: NOTHING if i % n else FULL,  # counted from an offset
-    "attn_type_list": lambda marks, i: {0: NOTHING, 1: FULL}[marks[i]],
-    "no_rope_layers": lambda marks, i: {0: FULL, 1: CHUNK}[marks[i]],
-    "sparse_attention_freq": lambda marks, i: {0: FULL, 1: INDEXED}[marks[i]],
-    "full_attn_idxs": places, "attn_layer_indices": places,
-    "full_attn_layers": lambda value, i: places(value, i + 1),
-}  # fmt: skip
-PLACES = ("full_attn_idxs", "attn_layer_indices", "full_attn_layers")
+    "attn_layer_period": lambda n, i: NOTHING if i % n else FULL,  # i counts from an offset
+}
+# A list of the full layers, and the number of the first of all.
+PLACES = {"full_attn_idxs": 0, "attn_layer_indices": 0, "full_attn_layers": 1}
+CHOOSING = (*LISTS, *NUMBERS, *PLACES)
+OF_WINDOWS = ("sliding_window_pattern", "max_window_layers")  # moot where no window is used
+FLAGS = """
+    attention_k_eq_v multi_query multi_query_attention new_decoder_architecture use_cla use_mla
+    use_sliding_window
+"""
 # These tell of another architecture than the model_type, unless its class reads them.
 TELLTALES = """
     add_cross_attention attention_chunk_size attention_other_setting attn_layer_indices
@@ -3116,7 +3118,6 @@ TELLTALES = """
 """
 
 Config = Mapping[str, Any]
-SILENT = re.compile("(.+)([=:])(.+)")
 
 
 class Family(NamedTuple):
@@ -3125,7 +3126,7 @@ class Family(NamedTuple):
     layers: str
     must_say: list[str]
     reads: list[str]
-    silent: list[tuple[Any, ...]]
+    silent: dict[str, Any]
 
 
 def families() -> dict[str, Family]:
@@ -3133,8 +3134,10 @@ def families() -> dict[str, Family]:
     found = {}
     for row in TABLE.strip().splitlines():
         (layers,), names, must_say, others, *_ = (cell.split() for cell in f"{row}||".split("|"))
-        silent = [match.groups() for match in map(SILENT.fullmatch, others) if match]
-        reads = [*must_say, *others, *(name for name, _, _ in silent)]
+        usual = [name for name in EVERY.split() if f"-{name}" not in others]
+        reads = [*usual, *must_say, *(word for word in others if "=" not in word)]
+        fills = (word.split("=") for word in others if "=" in word)
+        silent = {name: json.loads(value) for name, value in fills}
         found.update(dict.fromkeys(names, Family(layers, must_say, reads, silent)))
     return found
 
@@ -3142,27 +3145,23 @@ def families() -> dict[str, Family]:
 FAMILIES = families()
 
 
-def dimension(config: Config, name: str, least: int = 1) -> int:
+def dimension(settings: Config, name: str, least: int = 1, most: int = 10**7) -> int:
     """A number of layers, heads, values or tokens, which the config must give."""
-    if name not in config:
+    if settings.get(name) is None:
         raise ValueError(f"config lacks {name}")
-    return whole(name, config[name], least, most=10_000 if name == "num_hidden_layers" else 10**7)
+    return whole(name, settings[name], least, most)
 
 
-def flag(config: Config, name: str) -> bool:
-    """A setting that is true or not."""
-    return config.get(name) is not None and truth(name, config[name])
-
-
-def decoder_of(config: Config) -> tuple[str, dict[str, Any]]:
+def decoder_of(config: Config) -> tuple[str, Config]:
     """The part of a config that is about the decoder, after where it stands ("": outside)."""
-    where, part = "", dict(config)
+    where, part = "", config
     while where.count(".") < 9:
         name = next((name for name in DECODERS if part.get(name) is not None), "")
-        if not name or flag(part, "is_encoder_decoder"):
+        if not name or part.get("is_encoder_decoder"):
             return where, part
-        inner = mapping(name, part[name])
-        where, part = f"{where}.{name}".lstrip("."), {"model_type": part.get("model_type"), **inner}
+        where = f"{where}.{name}".lstrip(".")
+        inner = {"model_type": part.get("model_type"), **mapping(name, part[name])}
+        part = {**TEXT_CONFIG.get(str(inner["model_type"]), {}), **inner}
     raise ValueError(f"config has {where}: its architecture is not supported")
 
 
@@ -3180,10 +3179,10 @@ def family_of(config: Config) -> Family:
     return FAMILIES[kind]
 
 
-def renamed(config: Config, row: Family) -> dict[str, Any]:
-    """What the class reads of some settings, under their usual names."""
-    settings = {name: value for name, value in config.items() if f"-{name}" not in row.reads}
-    for name in [name for name in row.reads if name in ALIASES and name in settings]:
+def read(said: Config, row: Family) -> dict[str, Any]:
+    """What the class reads, and under its usual name too if it has another."""
+    settings = {name: said[name] for name in row.reads if name in said}
+    for name in [name for name in settings if name in ALIASES]:
         value, usual = settings[name], ALIASES[name]
         other = settings.get(usual)
         if None not in (value, other) and value != other:
@@ -3192,173 +3191,189 @@ def renamed(config: Config, row: Family) -> dict[str, Any]:
     return settings
 
 
-def read(config: Config, row: Family, nested: bool) -> dict[str, Any]:
+def settings_of(config: Config, row: Family) -> dict[str, Any]:
     """The settings of a config as its class has them."""
-    settings = dict(config)
-    for group in [group for group in GROUPS if group in row.reads and config.get(group)]:
-        inner = mapping(group, config[group])
-        settings = {**{name: inner[name] for name in row.reads if name in inner}, **settings}
-    if "pairs_of_layers" in row.reads and "num_layers" in settings:  # LongCat: two attentions each
-        settings["num_layers"] = 2 * dimension(settings, "num_layers")
-    settings = renamed(settings, row)
-    for name, sign, value in row.silent:
-        if sign == "=" or nested:
-            settings.setdefault(name, json.loads(value))
+    said = dict(config)
+    for group in GROUPS:
+        if group in row.reads and config.get(group):
+            inner = mapping(group, config[group])
+            said = {**{name: inner[name] for name in row.reads if name in inner}, **said}
+    if "pairs_of_layers" in row.reads and "num_layers" in said:  # LongCat: two attentions each
+        said["num_layers"] = 2 * dimension(said, "num_layers")
+    listed = said.get("hybrid_override_pattern") or said.get("layers_block_type")
+    if "hybrid_override_pattern" in row.reads and isinstance(listed, (list, str)):
+        said.setdefault("num_hidden_layers", len(listed))  # Nemotron may list its layers only
+    settings = {**row.silent, **read(said, row)}
     for name in row.must_say:
         if name not in settings:
             raise ValueError(f"config lacks {name}")
+    for name in FLAGS.split():
+        if settings.get(name) is not None:
+            truth(name, settings[name])
     return settings
 
 
-def told_by(config: Config, name: str, layers: int) -> str:
+def told_by(settings: Config, name: str, layers: int) -> str:
     """What each layer keeps, by one setting."""
-    value, choose, first, fits = config[name], CHOOSING[name], 0, True
-    if name == "sliding_window_pattern" and isinstance(value, str):  # LLLG, as EXAONE has it
-        value, choose = (value * layers)[:layers], words
-    elif not isinstance(value, (list, str)):
-        value = dimension(config, name, least=int(name != "max_window_layers"))
-        fits = name != "layer_group_size" or layers % value == 0  # engines differ on the rest
-    if name == "attn_layer_period":
-        first = dimension(config, "attn_layer_offset", 0)
-    try:
-        kept = "".join(choose(value, i - first) for i in range(layers))
-    except (IndexError, KeyError, TypeError):
-        fits = False
-    else:
-        if name in PLACES:
-            fits = kept.count(FULL) == len(value)
-        elif isinstance(value, (list, str)):  # of all layers, or of those too that draft
-            fits = len(value) - layers in (0, config.get("num_nextn_predict_layers") or 0)
-    if not fits:
-        raise ValueError(f"{name} = {shown(value)} does not tell what {layers} layers keep")
+    value = settings[name]
+    if name in NUMBERS and not isinstance(value, (list, str)):
+        n = dimension(settings, name, least=int(name != "max_window_layers"))
+        first = dimension(settings, "attn_layer_offset", 0) if name == "attn_layer_period" else 0
+        if name != "layer_group_size" or layers % n == 0:  # engines differ on what remains
+            return "".join(NUMBERS[name](n, i - first) for i in range(layers))
+    elif name in PLACES and isinstance(value, list):
+        kept = [FULL if i + PLACES[name] in value else NOTHING for i in range(layers)]
+        if kept.count(FULL) == len(value):
+            return "".join(kept)
+    elif isinstance(value, (list, str)):
+        if name == "sliding_window_pattern":  # LLLG, as EXAONE has it
+            value = (value * layers)[:layers]
+        with contextlib.suppress(KeyError, TypeError):
+            kept = [LISTS.get(name, KINDS)[word] for word in value[:layers]]
+            # of all layers, or of those too that draft
+            if len(value) - layers in (0, settings.get("num_nextn_predict_layers") or 0):
+                return "".join(kept)
+    raise ValueError(f"{name} = {shown(value)} does not tell what {layers} layers keep")
+
+
+def kept_by(settings: Config, row: Family) -> str:
+    """What each layer keeps. Configs say so in several ways, which must not disagree."""
+    layers = dimension(settings, "num_hidden_layers", most=10_000)
+    if "pairs_of_layers" in row.reads and layers % 2:
+        raise ValueError(f"num_hidden_layers = {layers} must be even, two for each of num_layers")
+    pattern, window = row.layers.split("/")[0], settings.get("sliding_window")
+    ways = [name for name in CHOOSING if name in row.reads]
+    if "use_sliding_window" in row.reads and not settings.get("use_sliding_window"):
+        window = None
+    if window is None:
+        ways = [name for name in ways if name not in OF_WINDOWS]
+        pattern = FULL if set(row.layers) <= {FULL, WINDOW, "/"} else pattern
+    elif WINDOW not in row.layers:
+        raise ValueError(f"sliding_window = {shown(window)} is not supported for its model_type")
+    if settings.get("use_cla"):
+        dimension(settings, "cla_share_factor")
+    elif "use_cla" in row.reads:
+        ways.remove("cla_share_factor")
+
+    told = [name for name in ways if settings.get(name) not in (None, [])]
+    if not told and not pattern:
+        raise ValueError(f"config lacks {ways[-1]}")
+    kept = told_by(settings, told[0], layers) if told else (pattern * layers)[:layers]
+    for name in told[1:]:
+        if told_by(settings, name, layers) != kept:
+            raise ValueError(f"{name} contradicts {told[0]}")
+    if WINDOW in kept and window is None:
+        raise ValueError(f"{told[0]} has sliding layers, but sliding_window is absent or not used")
+    if not {FULL, *row.layers}.issuperset(kept):
+        raise ValueError(f"{told[0]} has layers of a kind that its model_type does not have")
     return kept
 
 
-def layers_of(config: Config, row: Family) -> str:
-    """What each layer keeps. Configs say so in several ways, which must not disagree."""
-    listed = config.get("hybrid_override_pattern") or config.get("layers_block_type")
-    if "hybrid_override_pattern" in row.reads and isinstance(listed, (list, str)):
-        config = {"num_hidden_layers": len(listed), **config}  # Nemotron may list its layers only
-    layers = dimension(config, "num_hidden_layers")
-    if "pairs_of_layers" in row.reads and layers % 2:
-        raise ValueError(f"num_hidden_layers = {layers} must be even, two for each of num_layers")
-    pattern = row.layers.split("/")[0]
-    slides = config.get("sliding_window") is not None
-    if "use_sliding_window" in row.reads:
-        slides = slides and flag(config, "use_sliding_window")
-    if slides and WINDOW not in row.layers:
-        window = shown(config["sliding_window"])
-        raise ValueError(f"sliding_window = {window} is not supported for its model_type")
-    moot = set() if slides else {"sliding_window_pattern", "max_window_layers"}
-    if not flag(config, "use_cla"):
-        moot.add("cla_share_factor")
-    elif "use_cla" in row.reads:
-        dimension(config, "cla_share_factor")
-    ways = [name for name in CHOOSING if name in {"layer_types", *row.reads} - moot]
-    told = {
-        name: told_by(config, name, layers) for name in ways if config.get(name) not in (None, [])
-    }
-    if not slides and set(row.layers) <= {FULL, WINDOW, "/"}:
-        pattern = FULL
-    if not told and not pattern:
-        raise ValueError(f"config lacks {ways[-1]}")
-    kept = next(iter(told.values()), (pattern * layers)[:layers])
-    for name, other in told.items():
-        if other != kept:
-            raise ValueError(f"{name} contradicts {next(iter(told))}")
-        if WINDOW in kept and not slides:
-            raise ValueError(f"{name} has sliding layers, but sliding_window is absent or not used")
-        if not {FULL, *row.layers}.issuperset(kept):
-            raise ValueError(f"{name} has layers of a kind that its model_type does not have")
-    if "global_head_dim" in row.reads:  # Gemma 4, whose class mends what the file says
-        masked = config.get("use_bidirectional_attention")
-        if masked not in (None, False, "vision") or kept[-1] != FULL:
-            masked = shown(masked)
-            raise ValueError(
-                f"use_bidirectional_attention = {masked} or a last layer with a window is not"
-                " supported"
-            )
-    shared = whole("num_kv_shared_layers", config.get("num_kv_shared_layers") or 0, 0, layers - 1)
-    return kept[: layers - shared]  # the last ones read the KV of others
-
-
-def exceptions(config: Config, row: Family, layers: str) -> dict[int, dict[str, Any]]:
-    """The settings that single layers have of their own, by layer."""
-    if config.get("per_layer_config") is not None:  # as transformers 5.15 and later save it
+def own_shapes(settings: Config, row: Family, kept: str) -> dict[int, Config]:
+    """What single layers have of their own, by layer."""
+    gemma_4 = "global_head_dim" in row.reads
+    masked = settings.get("use_bidirectional_attention")
+    if gemma_4 and (masked not in (None, False, "vision") or kept[-1] != FULL):
+        raise ValueError(  # its class mends what the file says
+            f"use_bidirectional_attention = {shown(masked)} or a last layer with a window is not"
+            " supported"
+        )
+    if settings.get("per_layer_config") is not None:  # as transformers 5.15 and later save it
         own = {}
-        for place, settings in mapping("per_layer_config", config["per_layer_config"]).items():
-            odd = [name for name in mapping("per_layer_config", settings) if name not in SHAPE]
+        for place, shape in mapping("per_layer_config", settings["per_layer_config"]).items():
+            odd = [name for name in mapping("per_layer_config", shape) if name not in SHAPE]
             if odd:
                 raise ValueError(f"per_layer_config has {shown(odd[0])}, which is not supported")
             i = int(place) if isinstance(place, str) and place.isdecimal() else place
-            most = dimension(config, "num_hidden_layers") - 1
-            own[whole("a layer in per_layer_config", i, 0, most)] = dict(settings)
+            own[whole("a layer in per_layer_config", i, 0, len(kept) - 1)] = shape
         return own
-    kind, shape = WINDOW, config.get("attention_other_setting")  # Step
-    if "global_head_dim" in row.reads:  # Gemma 4
-        kind, shape = FULL, {"head_dim": dimension(config, "global_head_dim")}
-        if flag(config, "attention_k_eq_v"):
-            shape["num_key_value_heads"] = config.get("num_global_key_value_heads")
-    if shape is None:
-        return {}
-    shape = renamed(mapping("attention_other_setting", shape), row)
+    kind, shape = WINDOW, settings.get("attention_other_setting") or {}  # Step
+    if gemma_4:
+        kind, shape = FULL, {"head_dim": dimension(settings, "global_head_dim")}
+        if settings.get("attention_k_eq_v"):
+            shape["num_key_value_heads"] = settings.get("num_global_key_value_heads")
+    shape = read(mapping("attention_other_setting", shape), row)
     shape = {name: shape[name] for name in SHAPE if shape.get(name) is not None}
-    return {i: shape for i, keeps in enumerate(layers) if keeps == kind}
+    return {i: shape for i, keeps in enumerate(kept) if keeps == kind}
 
 
-MULTI_QUERY = {  # what says that all query heads share one KV head
-    "multi_query": True, "multi_query_attention": True, "attention_head_type": "multiquery",
-    "attn_type": "multiquery_attention",
-}  # fmt: skip
-
-
-def kv_heads_of(config: Config, row: Family, heads: int) -> int:
+def kv_heads_of(settings: Config, heads: int) -> int:
     """How many KV heads serve the query heads: as many (MHA), fewer (GQA) or one (MQA)."""
-    stated = config.get("num_key_value_heads", 0) is not None
-    single = any(
-        flag(config, name) if word is True else config.get(name) == word
-        for name, word in MULTI_QUERY.items()
-        if name in row.reads
+    if settings.get("multi_query") and not settings.get("new_decoder_architecture"):
+        return 1  # Falcon 7B states all its heads, and has one
+    single = (
+        settings.get("multi_query_attention") is True
+        or settings.get("attention_head_type") == "multiquery"
+        or settings.get("attn_type") == "multiquery_attention"
     )
-    if "new_decoder_architecture" in row.reads:  # Falcon 7B states all its heads, and has one
-        single = single and not flag(config, "new_decoder_architecture")
-        stated = stated and not single
-    if "multi_query_group_num" in row.reads:  # ChatGLM
-        stated = stated and single
-    kv_heads = dimension(config, "num_key_value_heads") if stated else 1 if single else heads
+    moot = "multi_query_group_num" in settings and not single  # ChatGLM
+    if moot or settings.get("num_key_value_heads", 0) is None:
+        return 1 if single else heads
+    kv_heads = dimension(settings, "num_key_value_heads")
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads = {kv_heads} does not divide the {heads} heads")
     return kv_heads
 
 
-def values_of(config: Config, row: Family, index: bool, tp: int) -> int:
-    """Values of KV that a layer keeps of a token, on each of `tp` GPUs."""
-    latent = "kv_lora_rank" in row.reads
-    if "use_mla" in row.reads and config.get("use_mla") is False:
-        latent = False
-        if config["kv_lora_rank"]:
-            raise ValueError("use_mla = False contradicts kv_lora_rank")
-    heads = dimension(config, "num_attention_heads") if tp > 1 or not latent else tp
+class Layer(NamedTuple):
+    """What one layer keeps on each GPU."""
+
+    values: int  # of a token
+    words: str  # how they come about
+    most: float  # tokens
+
+
+def layer_of(settings: Config, kind: str, tp: int) -> Layer:
+    """What a layer with these settings keeps on each of `tp` GPUs."""
+    latent = "kv_lora_rank" in settings and settings.get("use_mla") is not False
+    if not latent and settings.get("kv_lora_rank"):
+        raise ValueError("use_mla = False contradicts kv_lora_rank")
+    heads = dimension(settings, "num_attention_heads") if tp > 1 or not latent else tp
     if heads % tp:
         raise ValueError(f"tp = {tp} does not divide the {heads} query heads")
     if latent:
-        return dimension(config, "kv_lora_rank") + dimension(config, "qk_rope_head_dim")
-    kv_heads = kv_heads_of(config, row, heads)
-    if config.get("head_dim") is not None:
-        head_dim = dimension(config, "head_dim")
-    else:
-        hidden = dimension(config, "hidden_size")
-        head_dim = hidden // heads
+        rank, rope = dimension(settings, "kv_lora_rank"), dimension(settings, "qk_rope_head_dim")
+        return Layer(rank + rope, f"({rank} + {rope})", math.inf)
+    kv_heads = kv_heads_of(settings, heads)
+    if kv_heads % tp and tp % kv_heads:
+        raise ValueError(f"tp = {tp} neither divides the {kv_heads} KV heads nor is a multiple")
+    if settings.get("head_dim") is None:
+        hidden = dimension(settings, "hidden_size")
         if hidden % heads:
             raise ValueError(
                 f"config lacks head_dim, and hidden_size = {hidden} is no multiple of {heads} heads"
             )
-    if config.get("v_head_dim") not in (None, 0, head_dim):
-        raise ValueError(f"v_head_dim = {shown(config['v_head_dim'])} is not the {head_dim} of K")
-    if kv_heads % tp and tp % kv_heads:
-        raise ValueError(f"tp = {tp} neither divides the {kv_heads} KV heads nor is a multiple")
-    values = 2 * max(1, kv_heads // tp) * head_dim
-    return values + dimension(config, "index_head_dim") if index else values
+        head_dim = hidden // heads
+    else:
+        head_dim = dimension(settings, "head_dim")
+    if settings.get("v_head_dim") not in (None, 0, head_dim):
+        raise ValueError(f"v_head_dim = {shown(settings['v_head_dim'])} is not the {head_dim} of K")
+    on_each = max(1, kv_heads // tp)
+    values, words = 2 * on_each * head_dim, f"2 x {on_each} KV heads x {head_dim}"
+    if kind == INDEXED:
+        key = dimension(settings, "index_head_dim")
+        return Layer(values + key, f"({words} + {key})", math.inf)
+    limit = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(kind)
+    return Layer(values, words, dimension(settings, limit) if limit else math.inf)
+
+
+def layers_of(config: Config, tp: int = 1) -> list[Layer]:
+    """The layers that keep KV, by a model's config.json."""
+    where, part = decoder_of(config)
+    try:
+        row = family_of(part)
+        settings = settings_of(part, row)
+        kept = kept_by(settings, row)
+        own = own_shapes(settings, row, kept)
+        shared = settings.get("num_kv_shared_layers") or 0  # the last ones read the KV of others
+        writers = len(kept) - whole("num_kv_shared_layers", shared, 0, len(kept) - 1)
+        return [
+            layer_of({**settings, **own.get(i, {})}, kind, tp)
+            for i, kind in enumerate(kept[:writers])
+            if kind != NOTHING
+        ]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"in {where}: {error}" if where else str(error)) from None
 
 
 def kv_bytes(config: Config, tokens: int = 1, dtype_bytes: float | None = None, tp: int = 1) -> int:
@@ -3386,21 +3401,8 @@ def kv_bytes(config: Config, tokens: int = 1, dtype_bytes: float | None = None, 
     >>> kv_bytes(config), kv_bytes(config, tokens=1000, dtype_bytes=1), kv_bytes(config, tp=4)
     (131072, 65536000, 32768)
     """
-    where, part = decoder_of(config)
-    try:
-        row = family_of(part)
-        part = read(part, row, nested=bool(where))
-        layers = layers_of(part, row)
-        own = exceptions(part, row, layers)
-        values = 0
-        for i, kind in enumerate(layers):
-            if kind != NOTHING:
-                most = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(kind)
-                held = min(tokens, dimension(part, most)) if most else tokens
-                values += values_of({**part, **own.get(i, {})}, row, kind == INDEXED, tp) * held
-        return math.ceil(values * (2 if dtype_bytes is None else dtype_bytes))
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"in {where}: {error}" if where else str(error)) from None
+    kept = sum(layer.values * min(tokens, layer.most) for layer in layers_of(config, tp))
+    return math.ceil(kept * (2 if dtype_bytes is None else dtype_bytes))
 
 
 LARGEST = 2**24  # bytes of a config.json; real ones have thousands
@@ -3428,13 +3430,11 @@ def config_at(path: str) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(contents("--model", path, LARGEST))
     except (MemoryError, RecursionError):
         raise UsageError(f"--model {path}: too large or nested too deeply") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"--model {path}: not JSON: no text in UTF-8, UTF-16 or UTF-32") from None
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         raise UsageError(f"--model {path}: not JSON: wrong at {where}") from None
-    except ValueError as error:  # a number of too many digits
-        raise UsageError(f"--model {path}: {error}") from None
+    except ValueError as error:  # no text, or a number of too many digits
+        raise UsageError(f"--model {path}: not JSON: {error}") from None
     return config
 
 
@@ -3458,8 +3458,7 @@ def model_table(path: str, config: Any, budget_gib: float | None, s: Parts) -> N
         pages = budget // per_token // 16
         say(f"{budget_gib:g} GiB are {pages:,} pages of 16 tokens that every layer keeps.")
     say(
-        """One copy of the KV, in GiB of 2^30 bytes, at the width that the dtype names; where it
-        names none or float32, 2 bytes a value, as engines run those. A GPU of a tensor-parallel
+        """One copy of the KV, in GiB of 2^30 bytes, at 2 bytes a value. A GPU of a tensor-parallel
         replica holds less, and repeats what it cannot split: kv_bytes(config, tp=...) says."""
     )
 
@@ -3646,22 +3645,12 @@ def card_of(name: str, value: Any) -> Card:
     return Card(*(number(f"{name} {unit}", x, 1e-3, 1e6) for unit, x in figures.items()))
 
 
-def bytes_in_words(config: Config, width: float, tp: int, on_each: int) -> str:
-    """How a token's bytes on one GPU come about, where plain settings of the config say it."""
-    nested = (part for part in config.values() if isinstance(part, dict) and "hidden_size" in part)
-    said: Any = next(nested, config)
-    layers = said.get("num_hidden_layers")
-    with contextlib.suppress(Exception):
-        if said.get("kv_lora_rank"):
-            latent, rope = said["kv_lora_rank"], said["qk_rope_head_dim"]
-            values, words = layers * (latent + rope), f"{layers} layers x ({latent} + {rope})"
-        else:
-            heads = max(1, said["num_key_value_heads"] // tp)
-            head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
-            values = 2 * layers * heads * head_dim
-            words = f"2 x {layers} layers x {heads} KV heads x {head_dim}"
-        if values * width == on_each:
-            return f"{words} x {width:g} B"
+def bytes_in_words(config: Config, width: float, tp: int) -> str:
+    """How a token's bytes on one GPU come about, where all layers that keep some are alike."""
+    layers = layers_of(config, tp)
+    _, words, most = layers[0]
+    if layers == [layers[0]] * len(layers) and most == math.inf:
+        return f"{len(layers)} layers x {words} x {width:g} B"
     return f"kv_bytes(config, tp={tp}), from its class"
 
 
@@ -3712,7 +3701,7 @@ def recipe(config: Config, given: Parts, d: Deployment) -> None:
         "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
         "unreserved": 1 - KEPT_FREE, "rest_is": "assumed" if rest is None else "given",
         "rest": f"{d.memory_gib:.2f} x {REST_SHARE}" if rest is None else f"{tp} x {rest:g}",
-        "token": bytes_in_words(config, width, tp, d.bytes_on_each),
+        "token": bytes_in_words(config, width, tp),
         "prompt_and_half": f"{prompt} + {output} / 2" if alike else "E[p x o + o^2 / 2] / E[o]",
         "pool": f"{d.fill_pool:,.1f}",
         "most": f", at most {d.fill_step:,.1f}" if d.limit == "the step" else "",

@@ -1320,7 +1320,7 @@ v_head_dim = 64 is not the 128 of K % T=llama L=32 H=32 K=8 D=4096 v_head_dim=64
 multi_query must be True or False % T=falcon L=2 H=8 D=64 multi_query=1
 text_config must be a dict, not 5 % text_config=5
 in text_config: config lacks num_key_value_heads % text_config L=2
-in thinker_config.text_config: num_hidden_layers must be % T=olmo thinker_config text_config L=null
+in thinker_config.text_config: config lacks num_hidden % T=olmo thinker_config text_config L=null
 config lacks num_hidden_layers % architectures=[]
 config lacks cla_share_factor % T=hunyuan L=4 H=8 K=8 D=1024 use_cla=true
 """
