@@ -1320,7 +1320,7 @@ v_head_dim = 64 is not the 128 of K % T=llama L=32 H=32 K=8 D=4096 v_head_dim=64
 multi_query must be True or False % T=falcon L=2 H=8 D=64 multi_query=1
 text_config must be a dict, not 5 % text_config=5
 in text_config: config lacks num_key_value_heads % text_config L=2
-in thinker_config.text_config: num_hidden_layers must be % T=olmo thinker_config text_config L=null
+in thinker_config.text_config: config lacks num_hidden % T=olmo thinker_config text_config L=null
 config lacks num_hidden_layers % architectures=[]
 config lacks cla_share_factor % T=hunyuan L=4 H=8 K=8 D=1024 use_cla=true
 """
@@ -1506,9 +1506,10 @@ class Sizing(unittest.TestCase):
             self.assertAlmostEqual(getattr(sized, what), by_hand, delta=delta, msg=what)
         self.assertEqual(sized.limit, "KV memory")
         for what, by_hand in (
-            ("ridge", (153.02, 95.64)), ("weights_s", (0.016086, 0.020108)),
-            ("step_s", (0.066540 + 0.018374, 0.133080 + 0.022968)), ("per_user", (11.777, 6.4083)),
-            ("tokens_per_s", (1490.8, 811.2)), ("first_token_s", (0.21038, 0.42067)),
+            ("ridge", (153.02, 95.64)), ("weights_ms", (16.086, 20.108)),
+            ("compute_ms", (66.540, 133.080)), ("kv_ms", (18.374, 22.968)),
+            ("step_ms", (66.540 + 18.374, 133.080 + 22.968)), ("per_user", (11.777, 6.4083)),
+            ("tokens_per_s", (1490.8, 811.2)), ("first_token_ms", (210.38, 420.67)),
         ):  # fmt: skip
             for figure, expected in zip(getattr(sized, what), by_hand):
                 self.assertAlmostEqual(figure / expected, 1, delta=0.0003, msg=what)
@@ -1654,6 +1655,13 @@ class Sizing(unittest.TestCase):
         held = float(re.search(r"a sequence holds .* ([\d,.]+) tokens", sized)[1].replace(",", ""))
         self.assertAlmostEqual(held, lesson.resident_tokens(chat), delta=0.06)
 
+    def test_too_few_requests_have_no_steady_state(self):
+        for n in (1, 200):
+            text = "ContextTokens,GeneratedTokens\n" + "9,9\n" * n
+            status, printed = call_main("--trace", "-", entered=text.encode())
+            self.assertEqual(status, 0)
+            self.assertIn("So few requests have no steady state", printed)
+
     def test_wrong_options_are_one_line_and_exit_2(self):
         with tempfile.TemporaryDirectory() as folder:
 
@@ -1705,16 +1713,16 @@ class Sizing(unittest.TestCase):
                 (["--trace", "x", "--gpus", "1"], b"", "only with --model FILE"),
                 (["--trace", os.path.join(folder, "absent")], b"", "No such file"),
                 (["--trace", folder], b"", "--trace .*"),
-                (["--trace", trace(b"")], b"", "no column ContextTokens"),
-                (["--trace", trace(b"ContextTokens\n1\n")], b"", "no column GeneratedTokens"),
+                (["--trace", trace(b"")], b"", "no requests"),
+                (["--trace", trace(b"ContextTokens\n1\n")], b"", "line 2 .* GeneratedTokens"),
                 (["--trace", trace(head)], b"", "no requests"),
-                (["--trace", trace(head + b"0,1,0\n")], b"", "line 2: .*GeneratedTokens 1 or more"),
-                (["--trace", trace(head + b"0,1,2\n0,1\n")], b"", "line 3: "),
-                (["--trace", trace(head + b"0,-1,2\n")], b"", "line 2: "),
-                (["--trace", trace(head + b"0,x,2\n")], b"", "line 2: "),
-                (["--trace", trace(b"\xff\xfe")], b"", "no text in UTF-8"),
+                (["--trace", trace(head + b"0,1,0\n")], b"", r"line 2 .*Tokens \(1 or more\)"),
+                (["--trace", trace(head + b"0,1,2\n0,1\n")], b"", "line 3 is not"),
+                (["--trace", trace(head + b"0,-1,2\n")], b"", "line 2 is not"),
+                (["--trace", trace(head + b"0,x,2\n")], b"", "line 2 is not"),
+                (["--trace", trace("a,b\n1,2\n".encode("utf-16"))], b"", "is not that of a CSV"),
                 (["--trace", trace(head + b"0,600000,2\n")], b"", "never fits 35,328 pages"),
-                (["--trace", trace(b"a" * 200_000)], b"", "larger than field limit"),
+                (["--trace", trace(b"a" * 200_000)], b"", "is not that of a CSV"),
             ):  # fmt: skip
                 with self.subTest(args), contextlib.redirect_stderr(io.StringIO()) as told:
                     self.assertEqual(call_main(*args, entered=entered), (2, ""))
