@@ -1053,7 +1053,7 @@ class Scheduler:
         return tokens
 
     def preempt(self, victim: Request) -> None:
-        """Take all pages of a request away. It keeps its tokens, and waits in front of all others."""
+        """Take all pages of a request away. It keeps its tokens, and waits in front of others."""
         self.pool.release(victim.sequence)
         victim.sequence, victim.computed, victim.decoding = None, 0, False
         victim.preempted = True
@@ -2111,8 +2111,9 @@ def sized(
     tokens = NAIVE["budget_tokens"](budget, kv)
     fill_step = NAIVE["step_fills"](requests, 8192)
     running = max(1, min(0.95 * tokens / resident, fill_step))
-    seconds = [
-        NAIVE["step_seconds"](
+    milliseconds = [
+        1000
+        * NAIVE["step_seconds"](
             running * 8192 / fill_step, running * resident, kv, n_params, tflops * 1e12, gb_per_s,
             tp, mfu, mbu, active_params, weight_bytes,
         )
@@ -2120,7 +2121,7 @@ def sized(
     ]  # fmt: skip
     return {
         "budget_gib": budget, "tokens": tokens, "resident": resident,
-        "fill_pool": tokens / resident, "fill_step": fill_step, "step_s": seconds,
+        "fill_pool": tokens / resident, "fill_step": fill_step, "step_ms": milliseconds,
         "max_num_seqs": max(1, math.ceil(min(tokens / resident, fill_step))),
     }  # fmt: skip
 
