@@ -205,8 +205,8 @@ LESSON_1 = """
 
 {contexts}
 
-Every layer computes a key and a value vector of each token. Every later token attends to both, so
-a server keeps them for as long as the sequence runs.
+Every layer computes a key and a value vector of each token. With full attention every later token
+attends to both, so a server keeps them for as long as the sequence runs.
 
 Four H100s serve this model together: a replica. What is left of their memory for KV is the budget.
 vLLM's default is stricter than the lesson's:
@@ -698,11 +698,11 @@ Forking copies nothing. Only a write to a shared page copies it: copy-on-write.
 without sharing. In whole pages of 16 the prefix of 4,096 takes {pages_gib:.2f} GiB, which saves
 {pages.saved:.1%}.
 
-Seed 9, the table's, is the luckiest of 2,000 draws. With a prefix of 4,096 a saving of
-{expected:.1%} is to be expected. (Seeds 0 to 199: {SAVED_BEHIND_4096.least:.1%} to
-{SAVED_BEHIND_4096.most:.1%}.)
+Every row is one draw, seed 9, and that is the luckiest of 2,000. With a prefix of 4,096 a saving of
+{expected:.1%} is to be expected, which is an extra batch of {expected_batch:.1f}x. (Seeds 0 to 199:
+{SAVED_BEHIND_4096.least:.1%} to {SAVED_BEHIND_4096.most:.1%}.)
 
-More requests save more, and barely: with a prefix of 512 tokens, 64 of them save
+From some dozens of requests on, more of them save barely more: with a prefix of 512 tokens, 64 save
 {of_64:.1%} and 256 save {of_256:.1%}. The ceiling is prefix / (prefix +
 private), where private is what a request keeps to itself: {MEAN_PRIVATE:.1f} tokens here.
 
@@ -749,6 +749,7 @@ def b4(s: Parts, show: bool) -> Parts:
         expected, of_64, of_256 = (
             expected_saving(n, prefix) for n, prefix in ((64, 4096), (64, 512), (256, 512))
         )
+        expected_batch = 1 / (1 - expected)
         tell(LESSON_4, locals())
     return {
         "prefixed_lengths": prefixed_lengths,
@@ -857,8 +858,9 @@ The drive's verdict needs more than {mfu_of_drive:.1%} MFU (the share of the pea
 prefill reaches). Prefill hardly gets there: GPUs wait for each other's partial sums, and clocks
 fall under load. At 50% MFU the break-even is {at_half:.2f} GB/s, and the drive wins.
 
-7 GB/s is a PCIe 4 drive. A PCIe 5 drive reads 13 to 14.7 GB/s and wins at any MFU, as two striped
-PCIe 4 drives do. FP8 KV halves the break-even to {fp8:.2f} GB/s.
+7 GB/s is a PCIe 4 drive. A PCIe 5 drive reads 13 to 14.7 GB/s and wins here at any MFU, as two
+striped PCIe 4 drives do. One stream from object storage is taken to be 1 GB/s. FP8 KV halves the
+break-even to {fp8:.2f} GB/s.
 
 Each tier is one link that feeds all four GPUs. If each GPU loads its part of the KV over its own
 link, the break-even of a link is {by_link:.2f} GB/s at any TP, up to as many GPUs as KV heads. (TP1
@@ -872,7 +874,7 @@ Attention costs more the longer the prefix, so with it the length does not cance
 {with_attention}
 
 From {shortest:,} tokens on the {drive} GB/s drive wins at the full peak too. And a fetch leaves the
-GPUs free. Block 4's 63 prefills of 4,096 tokens take {prefills:.1f} s of the replica.
+GPUs free. Block 4's 63 prefills of 4,096 tokens take {prefills:.1f} s of the replica at its peak.
 """
 
 
@@ -1327,12 +1329,13 @@ the pages that is kept free when a sequence enters.
 the whole run. The other results are the steady state, without the first flood and the end, when
 nobody waits. Tok/s are the roofline's, at the hardware's peak.
 
-For long answers the onset is a cliff, for chat a slope. Allowing 500 costs long answers a fifth of
-the tokens/s, and chat a twentieth. (Seeds 0 to 49: {LOSS[long].least:g}% to {LOSS[long].most:g}%,
-and {LOSS[chat].least:g}% to {LOSS[chat].most:g}%.)
+For long answers the onset is a cliff, for chat a slope. Against the best row with nothing kept
+free, allowing 500 costs long answers a fifth of the tokens/s, and chat a twentieth. (Seeds 0 to 49:
+{LOSS[long].least:g}% to {LOSS[long].most:g}%, and {LOSS[chat].least:g}% to {LOSS[chat].most:g}%.)
+This seed is a calm draw: most draws compute more again at 425.
 
 With prefix caching, vLLM's default, a preempted sequence finds those of its pages that nobody has
-taken. With 500 running and nothing kept free:
+taken. With 500 allowed and nothing kept free:
 
 {caching}
 
@@ -1340,25 +1343,29 @@ Chat gets back a part of what it lost. Long answers get back little: their pages
 they return.
 
 How many run? The least of three limits: max_num_seqs, the pool and the step. A running sequence
-holds E[prompt x output + output^2 / 2] / E[output] tokens and half a page, averaged over time. It
-needs 1 + E[prompt] / E[output] tokens of each step, for its own decode and the next one's prefill:
+holds E[prompt x output + output^2 / 2] / E[output] tokens and half a page, averaged over time:
+long answers stay longer, so they are found running more often. It needs 1 token of each step to
+decode, and E[prompt] / E[output] for the prefill of its successor:
 
 {limits}
 
 In the last row the step is the least: the pool is never full, and nobody is preempted.
 
 How much to leave free? What the pool holds swings around its average, and a pool overflows by its
-peaks. Two rules, on pools that n sequences fill on average. A cell is the tokens computed again,
-then the tokens/s lost to the best of these rules (at worst over three draws):
+peaks. Two rules against none, on pools that n sequences fill on average: keep pages free, or cap at
+0.9 n. A cell is the tokens computed again, then the tokens/s below the best rule's, each the worst
+of three draws:
 
 {rules}
 
-Keep 5% of the pages free (watermark 0.05). A cap of nine tenths of n costs more where few fit,
-because there each sequence is throughput. No rule helps everywhere: a trace of book-length answers
-computes 23% again with 5% free (README, "Real traffic").
+For these two mixes keep 5% of the pages free (watermark 0.05). A cap of nine tenths of n costs more
+where few fit, because there a tenth fewer sequences makes nearly a tenth fewer tokens/s. No rule
+helps everywhere: a trace of book-length answers computes 23% again with 5% free (README, "Real
+traffic").
 
 An engine was measured in vLLM's pull request 44594, with prefix caching off: 450 long answers of
-Qwen2.5-7B, at most 128 running. Its preemptions, and those of serve on 100 draws of that workload:
+Qwen2.5-7B, at most 128 running. Its preemptions, and those of serve on 100 draws of that workload,
+the five lowest and the five highest left out:
 
 {measured}
 
@@ -1367,10 +1374,12 @@ to it.
 
 A server that preempts much may not come back. Long answers arrive at 90% of what the server can do,
 and once 500 come at the same time. With nothing kept free, {BURST_WAITING.least:,} to
-{BURST_WAITING.most:,} wait after 40 minutes, and the queue still grows. With 5% kept free nobody
-waits after 400 seconds. (Seven draws of seven.)
+{BURST_WAITING.most:,} wait after 40 minutes, and the queue still grows. With 5% kept free the queue
+is empty 400 seconds after the burst. (Seven draws of seven, looked at every 200 seconds.) In the
+table above, long at 500 makes {thrashing:.0%} of the tokens/s of its row with 5% free. A load between
+the two keeps a server where it is.
 
-Why recompute, if host memory is {to_host:.1f}x as fast by block 5? A swap goes out and in again,
+Why recompute, if fetching from host memory is {to_host:.1f}x as fast by block 5? A swap goes out and in again,
 in small copies: {copied} KiB for a layer, page and GPU. Kwon et al. (section 7.3) measured both as
 comparable with pages of 16 to 64 tokens. vLLM's V1 has no swap.
 
@@ -1399,6 +1408,8 @@ def b6(s: Parts, show: bool) -> Parts:
         limits = limits_table(workloads["chat"], pages, served)
         rules, measured = rules_table(workloads, pages), measured_table()
         best_watermark = max(MEASURED_RATES) / MEASURED_RATES[0] - 1
+        calm, stuck = served["long", 500, 0.05], served["long", 500, 0]
+        thrashing = stuck.tokens_per_s / calm.tokens_per_s
         to_host = TIERS["host DRAM over PCIe5"] / s["break_even"]()
         copied = KV_PER_TOKEN * 16 // LAYERS // GPUS // 1024
         assumed = table(
@@ -1566,39 +1577,40 @@ What the batch buys, in decode alone, each sequence at its final length. On the 
 
 {rates}
 
-{batch_factor:.1f}x the batch is {decode:.1f}x the tokens/s at the peak, and {decode_below:.1f}x at
-{MFU:.0%} MFU. Up to the ridge, {ridge:.0f} tokens a step at the peak, FLOPs lie idle while the
-weights are read. There one more sequence costs only the reading of its KV. Beyond it, more batch
-buys waiting.
+{batch_factor:.1f}x the batch is {decode:.1f}x the tokens/s at the peak, and {decode_below:.1f}x on
+the right. Up to the ridge, {ridge:.0f} tokens a step for a dense model at the peak, FLOPs lie idle
+while the weights are read. There one more sequence costs only the reading of its KV. Beyond it,
+more batch buys waiting.
 
 With prefill in the same steps (block 6's server, chat, 5% kept free) pages make {with_prefill:.1f}x
-the tokens/s of {reserved.batch} running sequences, and {with_prefill_below:.1f}x at {MFU:.0%} MFU.
-(Seeds 0 to 49: {WORTH_AT_THE_PEAK.least:.2f}x to {WORTH_AT_THE_PEAK.most:.2f}x, and
+the tokens/s of {reserved.batch} running sequences at the peak, and {with_prefill_below:.1f}x at
+{MFU:.0%} MFU and {MBU:.0%} of the bandwidth. (Seeds 0 to 49: {WORTH_AT_THE_PEAK.least:.2f}x to
+{WORTH_AT_THE_PEAK.most:.2f}x, in the middle {WORTH_AT_THE_PEAK.median:.2f}x; and
 {WORTH_BELOW_IT.least:.2f}x to {WORTH_BELOW_IT.most:.2f}x.) The size of a step moves the
 {with_prefill:.1f}x: with 512 tokens a step instead of {STEP_TOKENS:,} it is
 {WORTH_IN_SMALL_STEPS.least:.2f}x to {WORTH_IN_SMALL_STEPS.most:.2f}x.
 
-Real lengths are worth less: {AZURE_WORTH[chat]:.2f}x on Azure's chat trace of 2023, and
+Most real lengths are worth less: {AZURE_WORTH[chat]:.2f}x on Azure's chat trace of 2023, and
 {AZURE_WORTH[code]:.2f}x on its code completions, whose prompts fill the step. (At the peak, on this
 server; README, "Real traffic".)
 
-When is KV memory the limit? In decode, of a dense model, if sequences hold more than
-{pool_tokens:,} / {ridge:.0f} = {threshold:,.0f} tokens on average. Ours hold {resident:,.0f}, so
-arithmetic is the limit. Prefill in the same steps moves the threshold up to
-{threshold_prefill:,.0f}.
+When is KV memory the limit? In decode of a dense model at the peak, if sequences hold more than
+{pool_tokens:,} / {ridge:.1f} = {threshold:,.0f} tokens on average. Ours hold {resident:,.0f}, so
+more room alone gains nothing. Prefill in the same steps multiplies the threshold by 1 + E[prompt] /
+E[output]: to {threshold_prefill:,.0f} for chat.
 
-A mixture of experts reads all its weights, and computes with few of them. DeepSeek-V3 (671e9
-parameters, 37e9 active) has its ridge at {ridge_of_experts:,.0f} tokens on an H100. There KV memory
-is the limit again.
+A mixture of experts reads all its weights, and computes with few of them. The weights of
+DeepSeek-V3 (671e9 parameters, 37e9 active) have their ridge at {ridge_of_experts:,.0f} tokens on an
+H100. KV memory is the limit there, if every GPU keeps the whole latent (README, "MLA").
 
 What to pull first? Tokens/s of that server in closed form, at the peak, with as many running as
 fill 95% of the pool (at most 1,024):
 
 {levers}
 
-Memory alone gains little, because arithmetic is the limit: FP8 weights leave {fp8_memory:.0f} GiB
-more for KV, and the tokens/s stay. Arithmetic in FP8 makes {fp8_chat:.1f}x of chat. FP8 KV makes
-{fp8_kv_decode:.1f}x in decode, because half as much is read.
+Memory alone gains little beyond the ridge: FP8 weights leave {fp8_memory:.0f} GiB more for KV, and
+the tokens/s stay. With prefill, arithmetic in FP8 makes {fp8_chat:.1f}x for chat. In decode, FP8 KV
+makes {fp8_kv_decode:.1f}x, because half as much is read.
 
 What to say in an interview, in this order:
 
@@ -1761,20 +1773,20 @@ def interview(s: Parts, rows: dict[str, Allocation]) -> Iterator[str]:
         " on this mix."
     )
     yield (
-        f"Pages hold {in_pages.batch / reserved.batch:.0f}x that batch, and nobody need know how"
-        " long an answer gets."
+        f"Pages run {in_pages.batch / reserved.batch:.0f}x the sequences, on this mix: nobody need"
+        " know how long an answer gets."
     )
     yield (
-        f"Above the ridge, {s['ridge_tokens']():.0f} tokens a step on an H100 and a dense model,"
-        " more batch buys waiting."
+        f"Above {s['ridge_tokens']():.0f} tokens a step (dense model, H100, at the peak) more batch"
+        " buys waiting."
     )
     yield (
         f"Fetching KV beats recomputing it above {s['break_even']():.0f} GB/s, for this model on"
         " four H100s at the peak."
     )
     yield (
-        "When pages run out the newest sequence is preempted and recomputed: in overload keep 5%"
-        " free."
+        "When pages run out vLLM preempts the newest sequence and recomputes it: in overload keep"
+        " 5% free."
     )
 
 
@@ -3583,8 +3595,11 @@ def size(
 def experts(config: Config) -> str:
     """What a config says of a mixture of experts, or nothing."""
     _, decoder = decoder_of(config)
-    many = (name for name in EXPERTS if isinstance(decoder.get(name), int) and decoder[name] > 1)
-    return next((f"{name} = {decoder[name]}" for name in many), "")
+    for name in EXPERTS:
+        if isinstance(decoder.get(name), int) and decoder[name] > 1:
+            return f"{name} = {decoder[name]}"
+    kind = decoder.get("model_type")
+    return f"model_type = {kind}" if isinstance(kind, str) and "moe" in kind else ""
 
 
 def card_of(name: str, value: Any) -> Card:
@@ -3614,6 +3629,7 @@ def bytes_in_words(config: Config, width: float, tp: int) -> str:
 
 RECIPE = """\
   each: {card.gib:g} GiB, {tb_per_s:g} TB/s, {card.tflops:g} TFLOP/s (what is printed is rounded)
+  a token costs 2 FLOP for each parameter that it uses
 
 memory shown | {tp} x {card.gib:.2f} | {memory_gib:.2f} GiB
 of it in use | {memory_gib:.2f} x {utilization:g} | {used_gib:.2f} GiB
@@ -3629,7 +3645,8 @@ fill a step | {STEP_TOKENS:,} / (1 + {prompt} / {output}) | {fill_step:,.1f} seq
 the limit | the lesser of the two | {limit}
 
   THE SETTING, with max_num_batched_tokens {STEP_TOKENS:,}
-watermark | pages kept free, where the engine can | {KEPT_FREE}
+max_model_len | the tokens that fit, or the engine stops | at most {tokens:,}
+watermark | pages kept free (vLLM 0.33 or later) | {KEPT_FREE}
 max_num_seqs | the lesser of the two, rounded up | {max_num_seqs:,}
 without watermark | {pool} - 2 x sqrt({pool}){most} | max_num_seqs {max_num_seqs_alone:,}
 so there run | {unreserved:g} x {pool}{most} | {running:,.1f} sequences
@@ -3644,7 +3661,7 @@ read KV, ms | {held_tokens:,.0f} x {kv_per_token:,} / ({tp} x {tb_per_s:g}e12) |
 a step, ms | the longer of the first two, + KV | {step_ms}
 tokens/s | {running:,.1f} / a step | {tokens_per_s}
 tokens/s, a user | 1 / a step | {per_user}
-first token, ms | a step of {prompt} tokens: idle server | {first_token_ms}
+first token, ms | {prompt} tokens in a step of their own | {first_token_ms}
 """
 
 
@@ -3669,14 +3686,22 @@ def recipe(config: Config, given: Parts, d: Deployment) -> None:
     for line in RECIPE.format_map(figures).splitlines():
         print("  {:<18} = {:<41} = {}".format(*line.split(" | ")) if "|" in line else line)
     say(
-        """Left, the hardware's peak; right, 50% MFU and 80% of the bandwidth. Communication between
-        GPUs and the FLOP of attention are in neither."""
+        """Left, the hardware's peak; right, 50% MFU and 80% of the bandwidth. Neither includes
+        communication between GPUs or the FLOP of attention. Tokens/s are an upper bound: few steps
+        carry a prompt and most only decode, so near the ridge or below it up to a third less is
+        made."""
     )
+    if d.fill_pool < 100:
+        say(
+            """With a watermark max_num_seqs is only a ceiling. Without one the cap costs more
+            tokens/s here than preemption does: from 100 sequences on it pays."""
+        )
     if rest is None:
         say(
             f"""The rest (activations, CUDA graphs, communication) is assumed: {REST_SHARE:.0%} of
             what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB a GPU. Yours prints
-            the tokens that fit (vLLM: GPU KV cache size); --rest GIB corrects the guess."""
+            the tokens that fit (vLLM: GPU KV cache size). Then the rest is what is in use, less
+            weights and these tokens, for each GPU; give it as --rest GIB."""
         )
     if alike:
         say("Where lengths differ, sequences hold more, for long answers stay longer: --trace.")
