@@ -1376,8 +1376,8 @@ A server that preempts much may not come back. Long answers arrive at 90% of wha
 and once 500 come at the same time. With nothing kept free, {BURST_WAITING.least:,} to
 {BURST_WAITING.most:,} wait after 40 minutes, and the queue still grows. With 5% kept free the queue
 is empty 400 seconds after the burst. (Seven draws of seven, looked at every 200 seconds.) In the
-table above, long at 500 makes {thrashing:.0%} of the tokens/s of its row with 5% free. A load between
-the two keeps a server where it is.
+table above, long at 500 makes {thrashing:.0%} of the tokens/s of its row with 5% free. A load
+between the two keeps a server where it is.
 
 Why recompute, if fetching from host memory is {to_host:.1f}x as fast by block 5? A swap goes out and in again,
 in small copies: {copied} KiB for a layer, page and GPU. Kwon et al. (section 7.3) measured both as
@@ -1601,7 +1601,7 @@ E[output]: to {threshold_prefill:,.0f} for chat.
 
 A mixture of experts reads all its weights, and computes with few of them. The weights of
 DeepSeek-V3 (671e9 parameters, 37e9 active) have their ridge at {ridge_of_experts:,.0f} tokens on an
-H100. KV memory is the limit there, if every GPU keeps the whole latent (README, "MLA").
+H100. KV memory is the limit there, if every GPU keeps the whole latent (README, "A latent").
 
 What to pull first? Tokens/s of that server in closed form, at the peak, with as many running as
 fill 95% of the pool (at most 1,024):
