@@ -3883,8 +3883,8 @@ SIZES = {"": 1, "b": 1, "bytes": 1, "kb": 1e3, "mb": 1e6, "k": 2**10, "kib": 2**
 SHARES = {"": 1, "%": 0.01, "percent": 0.01}
 FACTORS = {"": 1, "x": 1, "times": 1}
 RATES = {"": 1, "gb/s": 1, "mb/s": 1e-3, "tb/s": 1e3, "gib/s": 2**30 / 1e9, "Gb/s": 0.125}
-FACTOR = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
-GUESS = re.compile(rf"({FACTOR}(?:\s*[*x\u00d7]\s*{FACTOR})*)\s*(.*)")
+FACTOR = r"(?:[0-9]+(?:[,_][0-9]{3})*(?:\.[0-9]*)?|\.[0-9]+)"
+GUESS = re.compile(rf"[~\s]*({FACTOR}(?:\s*[*x\u00d7]\s*{FACTOR})*)\s*(.*)")
 CLOSE = 1 / 0.95  # times too high or too low: 160 KB means 160 KiB
 
 
@@ -3906,9 +3906,9 @@ def questions(s: Parts) -> list[Question]:
     token = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
     share = s["budget_share"](s["kv_gib"](131_072))
     slots, pages = s["contiguous"](requests, 8192), s["paged"](requests, 16)
-    drawn = s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1).saved
+    wasted, growth = slots.waste, pages.batch / slots.batch
     saved, bar = s["expected_saving"](64, 4096), s["break_even"]()
-    longer, counted = (s["break_even"](prefix=131_072, attention=x) for x in (False, True))
+    counted = s["break_even"](attention=True, prefix=131_072)
     lost_v = "That is one vector a head, but K and V are both kept."
     return [
         Question(
@@ -3917,8 +3917,8 @@ def questions(s: Parts) -> list[Question]:
             {Q_HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM} values, fp16)""",
             f"A token holds {token:,} B = {token // 1024} KiB.",
             {
-                token / 2: lost_v, token * 2: "A value in fp16 takes 2 bytes.",
-                token / LAYERS: "That is one layer of it.",
+                token / LAYERS: "That is one layer of it.", token / 2: lost_v,
+                token * 2: "A value in fp16 takes 2 bytes.",
                 token * Q_HEADS / KV_HEADS: "That counts query heads; only KV heads keep anything.",
             },
         ),
@@ -3926,38 +3926,35 @@ def questions(s: Parts) -> list[Question]:
             1, SHARES, "50%", share,
             f"""Four H100s hold that model and have {KV_BUDGET_GIB} GiB left for KV. What share of
             it does one request of 128k tokens take?""",
-            f"128k tokens take {share:.1%} of the memory for KV.",
-            {share / 2: lost_v},
+            f"128k tokens take {share:.1%} of the memory for KV.", {share / 2: lost_v},
         ),
         Question(
-            2, SHARES, "50%", slots.waste,
+            2, SHARES, "50%", wasted,
             """Chat: prompts and answers of any length, most of them short. If every sequence
             reserves 8,192 tokens, what share of that memory is never used? (Just guess.)""",
-            f"Reserving 8,192 tokens wastes {slots.waste:.1%}.",
-            {1 - slots.waste: "That is what is used."},
+            f"Reserving 8,192 tokens wastes {wasted:.1%}.", {1 - wasted: "That is what is used."},
         ),
         Question(
-            3, FACTORS, "3x", pages.batch / slots.batch,
+            3, FACTORS, "3x", growth,
             "By what factor does the batch grow with pages of 16 tokens instead?",
-            f"The batch grows {pages.batch / slots.batch:.1f}x: {slots.batch} -> {pages.batch}.",
-            {},
+            f"The batch grows {growth:.1f}x: {slots.batch} -> {pages.batch}.", {},
         ),
         Question(
             4, SHARES, "50%", saved,
             """64 chats share a prefix of 4,096 tokens, and each adds a prompt and an answer of its
             own. What share of their KV goes away if the prefix is stored once?""",
-            f"Sharing saves {saved:.1%} on average, and {drawn:.1%} in the draw of block 4.",
+            f"Sharing saves {saved:.1%} on average.",
             {63 / 64: "That is of the prefixes alone.", 1 - saved: "That is what stays."},
         ),
         Question(
             5, RATES, "50 GB/s", bar,
             f"""From how many GB/s on is it faster to load a prefix's KV than to compute it again,
             on 4 GPUs of {DENSE_FLOPS_PER_GPU / 1e12} TFLOP/s at 2 FLOP per parameter and token?""",
-            f"""Loading wins from {bar:.2f} GB/s on, and from {longer:.2f} at 131,072 tokens: the
-            length cancels. If attention is counted, it is {counted:.2f} there.""",
+            f"""Loading wins from {bar:.2f} GB/s on, whatever the length. If attention is counted,
+            it wins from {counted:.2f} GB/s on at 131,072 tokens.""",
             {
-                bar / 4: "That is for one GPU; four compute four times as fast.",
-                bar * 2: "That counts one FLOP per parameter and token.", bar / 2: lost_v,
+                bar / 4: "That is for one GPU; four compute four times as fast.", bar / 2: lost_v,
+                bar * 2: "That counts one FLOP per parameter and token.",
                 bar * 8: "That is in Gbit/s.",
             },
         ),
@@ -3966,10 +3963,11 @@ def questions(s: Parts) -> list[Question]:
 
 def guess_of(typed: str, units: Mapping[str, float]) -> float | None:
     """The guess in the unit of the answer, 2*50 KB as 100,000; None if it cannot be read."""
-    found = GUESS.fullmatch(re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", typed.strip("~ \r\n")))
+    found = GUESS.fullmatch(typed.rstrip())
     if not found:
         return None
-    guess, unit = math.prod(map(float, re.split(r"[*x\u00d7]", found[1]))), found[2]
+    factors, unit = re.findall(FACTOR, found[1]), found[2]
+    guess = math.prod(float(factor.replace(",", "")) for factor in factors)
     if units is SHARES and not unit and guess >= 1:  # 23 is 23%, and so is 0.23
         unit = "%"
     guess *= units.get(unit) or units.get(unit.lower()) or math.nan
@@ -3977,15 +3975,15 @@ def guess_of(typed: str, units: Mapping[str, float]) -> float | None:
 
 
 def ask(question: Question) -> float | None:
-    """The guess that is typed; what cannot be read is asked for once more, with an example.
+    """The guess that is typed (None: none), or EOFError at the end of the input.
 
-    The end of the input is an EOFError.
+    What cannot be read is asked for once more, with an example.
     """
     for prompt in ("your guess", f"I cannot read that. Once more, like {question.example}"):
         print(f"     {prompt}: ", end="", flush=True)
         try:
-            typed = sys.stdin.readline() if sys.stdin else ""
-        except (OSError, ValueError):  # a terminal that has gone, a stream that was closed
+            typed = sys.stdin.readline()
+        except (AttributeError, OSError, ValueError):  # no input, or a terminal that has gone
             typed = ""
         if not typed:
             raise EOFError
@@ -4021,7 +4019,7 @@ def predict(s: Parts) -> int:
     It ends early, with the same summary, when the input ends or Ctrl-C is pressed (130).
     """
     quiz, status = questions(s), 0
-    misses: list[tuple[float, int]] = []  # by how much, and in which question
+    misses = [(0.0, 0, 0)]  # how far off a guess was, its question and its block
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a stray byte is no reason to stop
     print(f"  Guess {len(quiz)} numbers before you read. Press Enter to skip one.\n")
@@ -4031,19 +4029,17 @@ def predict(s: Parts) -> int:
             guess = ask(question)
             print(wrapped(f"{remark(guess, question)} {question.fact}", "     "), end="\n\n")
             if guess is not None:
-                misses.append((times_off(guess, question.answer), i))
-    except EOFError:
-        print("\n\n     (End of input.)\n")
-    except KeyboardInterrupt:
-        print("\n\n     (Stopped.)\n")
-        status = 130
-    worst, i = max(misses, default=(0, 0))
-    if not misses:
+                misses.append((times_off(guess, question.answer), i, question.block))
+    except (EOFError, KeyboardInterrupt) as end:
+        status = 130 if isinstance(end, KeyboardInterrupt) else 0
+        print(f"\n\n     ({'Stopped' if status else 'End of input'}.)\n")
+    off, i, block = max(misses)
+    if not off:
         print("  No guess to judge. Run this without --predict and start at block 1.")
-    elif worst <= CLOSE:
+    elif off <= CLOSE:
         print("  Every guess is spot on.")
     else:
-        print(f"  Your worst miss is question {i}: read --block {quiz[i - 1].block} first.")
+        print(f"  Your worst miss is question {i}: read --block {block} first.")
     return status
 
 
