@@ -3831,8 +3831,8 @@ SIZES = {"": 1, "b": 1, "bytes": 1, "kb": 1e3, "mb": 1e6, "k": 2**10, "kib": 2**
 SHARES = {"": 1, "%": 0.01, "percent": 0.01}
 FACTORS = {"": 1, "x": 1, "times": 1}
 RATES = {"": 1, "gb/s": 1, "mb/s": 1e-3, "tb/s": 1e3, "gib/s": 2**30 / 1e9, "Gb/s": 0.125}
-FACTOR = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
-GUESS = re.compile(rf"({FACTOR}(?:\s*[*x\u00d7]\s*{FACTOR})*)\s*(.*)")
+FACTOR = r"(?:[0-9]+(?:[,_][0-9]{3})*(?:\.[0-9]*)?|\.[0-9]+)"
+GUESS = re.compile(rf"[~\s]*({FACTOR}(?:\s*[*x\u00d7]\s*{FACTOR})*)\s*(.*)")
 CLOSE = 1 / 0.95  # times too high or too low: 160 KB means 160 KiB
 
 
@@ -3854,9 +3854,9 @@ def questions(s: Parts) -> list[Question]:
     token = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
     share = s["budget_share"](s["kv_gib"](131_072))
     slots, pages = s["contiguous"](requests, 8192), s["paged"](requests, 16)
-    drawn = s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1).saved
+    wasted, growth = slots.waste, pages.batch / slots.batch
     saved, bar = s["expected_saving"](64, 4096), s["break_even"]()
-    longer, counted = (s["break_even"](prefix=131_072, attention=x) for x in (False, True))
+    counted = s["break_even"](attention=True, prefix=131_072)
     lost_v = "That is one vector a head, but K and V are both kept."
     return [
         Question(
@@ -3865,8 +3865,8 @@ def questions(s: Parts) -> list[Question]:
             {Q_HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM} values, fp16)""",
             f"A token holds {token:,} B = {token // 1024} KiB.",
             {
-                token / 2: lost_v, token * 2: "A value in fp16 takes 2 bytes.",
-                token / LAYERS: "That is one layer of it.",
+                token / LAYERS: "That is one layer of it.", token / 2: lost_v,
+                token * 2: "A value in fp16 takes 2 bytes.",
                 token * Q_HEADS / KV_HEADS: "That counts query heads; only KV heads keep anything.",
             },
         ),
@@ -3874,38 +3874,35 @@ def questions(s: Parts) -> list[Question]:
             1, SHARES, "50%", share,
             f"""Four H100s hold that model and have {KV_BUDGET_GIB} GiB left for KV. What share of
             it does one request of 128k tokens take?""",
-            f"128k tokens take {share:.1%} of the memory for KV.",
-            {share / 2: lost_v},
+            f"128k tokens take {share:.1%} of the memory for KV.", {share / 2: lost_v},
         ),
         Question(
-            2, SHARES, "50%", slots.waste,
+            2, SHARES, "50%", wasted,
             """Chat: prompts and answers of any length, most of them short. If every sequence
             reserves 8,192 tokens, what share of that memory is never used? (Just guess.)""",
-            f"Reserving 8,192 tokens wastes {slots.waste:.1%}.",
-            {1 - slots.waste: "That is what is used."},
+            f"Reserving 8,192 tokens wastes {wasted:.1%}.", {1 - wasted: "That is what is used."},
         ),
         Question(
-            3, FACTORS, "3x", pages.batch / slots.batch,
+            3, FACTORS, "3x", growth,
             "By what factor does the batch grow with pages of 16 tokens instead?",
-            f"The batch grows {pages.batch / slots.batch:.1f}x: {slots.batch} -> {pages.batch}.",
-            {},
+            f"The batch grows {growth:.1f}x: {slots.batch} -> {pages.batch}.", {},
         ),
         Question(
             4, SHARES, "50%", saved,
             """64 chats share a prefix of 4,096 tokens, and each adds a prompt and an answer of its
             own. What share of their KV goes away if the prefix is stored once?""",
-            f"Sharing saves {saved:.1%} on average, and {drawn:.1%} in the draw of block 4.",
+            f"Sharing saves {saved:.1%} on average.",
             {63 / 64: "That is of the prefixes alone.", 1 - saved: "That is what stays."},
         ),
         Question(
             5, RATES, "50 GB/s", bar,
             f"""From how many GB/s on is it faster to load a prefix's KV than to compute it again,
             on 4 GPUs of {DENSE_FLOPS_PER_GPU / 1e12} TFLOP/s at 2 FLOP per parameter and token?""",
-            f"""Loading wins from {bar:.2f} GB/s on, and from {longer:.2f} at 131,072 tokens: the
-            length cancels. If attention is counted, it is {counted:.2f} there.""",
+            f"""Loading wins from {bar:.2f} GB/s on, whatever the length. If attention is counted,
+            it wins from {counted:.2f} GB/s on at 131,072 tokens.""",
             {
-                bar / 4: "That is for one GPU; four compute four times as fast.",
-                bar * 2: "That counts one FLOP per parameter and token.", bar / 2: lost_v,
+                bar / 4: "That is for one GPU; four compute four times as fast.", bar / 2: lost_v,
+                bar * 2: "That counts one FLOP per parameter and token.",
                 bar * 8: "That is in Gbit/s.",
             },
         ),
@@ -3914,10 +3911,11 @@ def questions(s: Parts) -> list[Question]:
 
 def guess_of(typed: str, units: Mapping[str, float]) -> float | None:
     """The guess in the unit of the answer, 2*50 KB as 100,000; None if it cannot be read."""
-    found = GUESS.fullmatch(re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", typed.strip("~ \r\n")))
+    found = GUESS.fullmatch(typed.rstrip())
     if not found:
         return None
-    guess, unit = math.prod(map(float, re.split(r"[*x\u00d7]", found[1]))), found[2]
+    factors, unit = re.findall(FACTOR, found[1]), found[2]
+    guess = math.prod(float(factor.replace(",", "")) for factor in factors)
     if units is SHARES and not unit and guess >= 1:  # 23 is 23%, and so is 0.23
         unit = "%"
     guess *= units.get(unit) or units.get(unit.lower()) or math.nan
@@ -3925,15 +3923,15 @@ def guess_of(typed: str, units: Mapping[str, float]) -> float | None:
 
 
 def ask(question: Question) -> float | None:
-    """The guess that is typed; what cannot be read is asked for once more, with an example.
+    """The guess that is typed (None: none), or EOFError at the end of the input.
 
-    The end of the input is an EOFError.
+    What cannot be read is asked for once more, with an example.
     """
     for prompt in ("your guess", f"I cannot read that. Once more, like {question.example}"):
         print(f"     {prompt}: ", end="", flush=True)
         try:
-            typed = sys.stdin.readline() if sys.stdin else ""
-        except (OSError, ValueError):  # a terminal that has gone, a stream that was closed
+            typed = sys.stdin.readline()
+        except (AttributeError, OSError, ValueError):  # no input, or a terminal that has gone
             typed = ""
         if not typed:
             raise EOFError
@@ -3969,7 +3967,7 @@ def predict(s: Parts) -> int:
     It ends early, with the same summary, when the input ends or Ctrl-C is pressed (130).
     """
     quiz, status = questions(s), 0
-    misses: list[tuple[float, int]] = []  # by how much, and in which question
+    misses = [(0.0, 0, 0)]  # how far off a guess was, its question and its block
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a stray byte is no reason to stop
     print(f"  Guess {len(quiz)} numbers before you read. Press Enter to skip one.\n")
@@ -3979,26 +3977,23 @@ def predict(s: Parts) -> int:
             guess = ask(question)
             print(wrapped(f"{remark(guess, question)} {question.fact}", "     "), end="\n\n")
             if guess is not None:
-                misses.append((times_off(guess, question.answer), i))
-    except EOFError:
-        print("\n\n     (End of input.)\n")
-    except KeyboardInterrupt:
-        print("\n\n     (Stopped.)\n")
-        status = 130
-    worst, i = max(misses, default=(0, 0))
-    if not misses:
+                misses.append((times_off(guess, question.answer), i, question.block))
+    except (EOFError, KeyboardInterrupt) as end:
+        status = 130 if isinstance(end, KeyboardInterrupt) else 0
+        print(f"\n\n     ({'Stopped' if status else 'End of input'}.)\n")
+    off, i, block = max(misses)
+    if not off:
         print("  No guess to judge. Run this without --predict and start at block 1.")
-    elif worst <= CLOSE:
+    elif off <= CLOSE:
         print("  Every guess is spot on.")
     else:
-        print(f"  Your worst miss is question {i}: read --block {quiz[i - 1].block} first.")
+        print(f"  Your worst miss is question {i}: read --block {block} first.")
     return status
 
 
 # -------------------------------------------------------------------------------------- arguments
 
 
-MOST_PAGES = 10**7  # a pool has a list of its pages
 MANY = 2 * 10**18  # more than anybody counts here: 1e9 GiB have fewer bytes
 TINY, HUGE = 1e-30, 1e30  # and less and more than anybody measures
 
@@ -4012,9 +4007,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def converted(name: str, value: Any, kind: str, convert: Callable[[Any], Any], *bounds: Any) -> Any:
+def converted(
+    name: str, value: Any, kind: str, convert: Callable[[Any], Any], least: float, most: float
+) -> Any:
     """`value`, converted and in bounds, or an error that names the parameter and the value."""
-    least, most = bounds
     try:
         if isinstance(value, (bool, str, bytes, bytearray)):
             raise TypeError
@@ -4028,34 +4024,18 @@ def converted(name: str, value: Any, kind: str, convert: Callable[[Any], Any], *
     return result
 
 
-def as_int(value: Any) -> int:
-    """What stands for a whole number, as a plain int and nothing derived from it."""
-    return int(operator.index(value))
-
-
 def whole(name: str, value: Any, least: int = 0, most: int = MANY) -> int:
     """`value` as an int in [least, most]; TypeError or ValueError if it is none."""
     if value.__class__ is int and least <= value <= most:
         return cast(int, value)  # as nearly always: this costs next to nothing
-    integer: int = converted(name, value, "whole number", as_int, least, most)
-    return integer
+    return int(converted(name, value, "whole number", operator.index, least, most))
 
 
 def number(name: str, value: Any, least: float = TINY, most: float = HUGE) -> float:
-    """`value` as a float in [least, most]; TypeError or ValueError if it is none."""
+    """`value` as a float or an int in [least, most]; TypeError or ValueError if it is none."""
     if (value.__class__ is float or value.__class__ is int) and least <= value <= most:
-        return float(value)
-    real: float = converted(name, value, "number", float, least, most)
-    return real
-
-
-def refuse(sequence: Any) -> NoReturn:
-    """Say why `sequence` is none of the pool that is asked to change it."""
-    if not isinstance(sequence, Sequence):
-        raise TypeError(f"sequence must come from this pool, not {shown(sequence)}")
-    if sequence.pool is None:
-        raise ValueError("sequence was released before")
-    raise ValueError(f"sequence belongs to another pool: {shown(sequence)}")
+        return cast(float, value)
+    return cast(float, converted(name, value, "number", float, least, most))
 
 
 def truth(name: str, value: Any) -> bool:
@@ -4065,29 +4045,25 @@ def truth(name: str, value: Any) -> bool:
     return value
 
 
-def share_below_one(name: str, value: Any) -> float:
-    """`value` as a share from 0 to less than 1, as the engine takes a watermark."""
-    share = number(name, value, least=0, most=1)
-    if share == 1:
-        raise ValueError(f"{name} must be from 0 to less than 1, not {shown(value)}")
-    return share
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """`value` if it is a dict or the like, otherwise TypeError."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict, not {shown(value)}")
+    return value
 
 
-def width(name: str, value: Any) -> float:
-    """Bytes of one value: an int where they are whole, so that products stay exact."""
-    size = number(name, value, least=0.01, most=1000)
-    return int(size) if size.is_integer() else size
-
-
-def optional(name: str, value: Any, rule: Callable[[str, Any], Any]) -> Any:
-    """None, or what the rule allows."""
-    return None if value is None else rule(name, value)
+def clock(name: str, value: Any) -> Callable[[float, float], float]:
+    """`value` if it can be called, otherwise TypeError; what it returns is checked too."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, not {shown(value)}")
+    returned = f"what {name} returns"
+    return lambda tokens, held_tokens: number(returned, value(tokens, held_tokens))
 
 
 def pairs(name: str, requests: Any) -> Iterator[tuple[int, int]]:
     """The requests, each checked when its turn comes: any iterable of pairs is a workload."""
     try:
-        return checked_pairs(iter(requests))
+        return map(pair, count(), requests)
     except TypeError:
         message = f"{name} must be (prompt, output) pairs, not {shown(requests)}"
         raise TypeError(message) from None
@@ -4102,18 +4078,9 @@ def pair(i: int, request: Any) -> tuple[int, int]:
     except (TypeError, ValueError):
         message = f"requests[{i}] must be a (prompt, output) pair, not {shown(request)}"
         raise TypeError(message) from None
+    if prompt.__class__ is output.__class__ is int and MANY >= prompt >= 0 <= output <= MANY:
+        return prompt, output
     return whole(f"requests[{i}] prompt", prompt), whole(f"requests[{i}] output", output)
-
-
-def checked_pairs(requests: Any) -> Iterator[tuple[int, int]]:
-    """The requests, each checked when its turn comes; plain pairs cost next to nothing."""
-    for i, request in enumerate(requests):
-        if request.__class__ is tuple and len(request) == 2:
-            prompt, output = request
-            if prompt.__class__ is output.__class__ is int and MANY > prompt >= 0 <= output < MANY:
-                yield request
-                continue
-        yield pair(i, request)
 
 
 def servable(
@@ -4121,15 +4088,14 @@ def servable(
 ) -> list[tuple[int, int]]:
     """The requests, if each has a prompt and an output and fits the pool."""
     lengths, room = list(requests), pages * page_tokens
-    if lengths and (min(map(min, lengths)) < 1 or max(map(sum, lengths)) > room):
-        for i, (prompt, output) in enumerate(lengths):
-            some(f"requests[{i}] prompt", prompt)
-            some(f"requests[{i}] output", output)
-            if prompt + output > room:
-                raise ValueError(
-                    f"requests[{i}] of {prompt + output:,} tokens never fits"
-                    f" {pages:,} pages of {page_tokens:,}"
-                )
+    for i, (prompt, output) in enumerate(lengths):
+        if prompt < 1 or output < 1 or prompt + output > room:
+            whole(f"requests[{i}] prompt", prompt, 1)
+            whole(f"requests[{i}] output", output, 1)
+            raise ValueError(
+                f"requests[{i}] of {prompt + output:,} tokens never fits"
+                f" {pages:,} pages of {page_tokens:,}"
+            )
     return lengths
 
 
@@ -4140,70 +4106,68 @@ def some_output(tokens: float) -> float:
     return tokens
 
 
-def mapping(name: str, value: Any) -> Mapping[str, Any]:
-    """`value` if it is a dict or the like, otherwise TypeError."""
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dict, not {shown(value)}")
-    return value
-
-
-def clock(name: str, value: Any) -> Callable[..., float]:
-    """`value` if it can be called, otherwise TypeError; what it returns is checked too."""
-    if not callable(value):
-        raise TypeError(f"{name} must be a function, not {shown(value)}")
-
-    returned = f"what {name} returns"
-
-    def checked(tokens: float, held_tokens: float) -> float:
-        return number(returned, value(tokens, held_tokens))
-
-    return checked
-
-
-def as_is(name: str, value: Any) -> Any:
-    """What needs no rule: self, or a parameter that does not exist (the call will say so)."""
-    return value
-
-
-some = partial(whole, least=1)
-anything = partial(number, least=0)
-
-# What a parameter may be, by its name; some mean something else in one mechanism.
-ALLOWED: dict[str, Callable[[str, Any], Any]] = {
-    "layers": some, "kv_heads": some, "q_heads": some, "head_dim": some, "dtype_bytes": width,
-    "kv_per_token": some, "reserve": some, "page_tokens": some, "pages": some, "tp": some,
-    "tokens": whole, "prefix": whole, "requests": pairs, "config": mapping,
-    "self": as_is, "n": partial(whole, most=10**8), "seed": partial(whole, least=-MANY),
-    "gib": anything, "private": anything, "budget_gib": partial(number, most=1e9),
-    "gb_per_s": number, "n_params": number, "flops_per_gpu": number, "mfu": partial(number, most=1),
-    "mbu": partial(number, most=1), "active_params": partial(optional, rule=number),
-    "weight_bytes": width,
-    "attention": truth, "copy_on_write": truth,
-    "occupancy": partial(number, least=0, most=1), "watermark": share_below_one,
-    "max_running": partial(optional, rule=some), "step_seconds": clock,
-    "fetch_seconds kv_per_token": number, "break_even kv_per_token": number,
-    "step_seconds kv_per_token": number, "step_seconds tokens": anything,
-    "step_seconds held_tokens": anything,
-    "max_batched_tokens": partial(optional, rule=some),
-    "step_fills max_batched_tokens": number, "prefix_caching": truth, "break_even prefix": some,
-    "shortest_fetch gb_per_s": partial(number, least=1e-3),
-    "kv_bytes dtype_bytes": partial(optional, rule=width),
-    "size dtype_bytes": partial(optional, rule=width), "card": card_of,
-    "utilization": partial(number, most=1),
-    "rest_gib": partial(optional, rule=partial(number, least=0, most=1e6)),
+# What an argument must be follows from the type of its parameter: what converts it, and the types
+# that need no converting. Where the type allows None, None is taken too.
+TYPES: dict[str, tuple[Callable[..., Any], tuple[type, ...]]] = {
+    "int": (whole, (int,)), "float": (number, (float, int)), "bool": (truth, ()),
+    "Iterable[tuple[int, int]]": (pairs, ()), "Callable[[float, float], float]": (clock, ()),
+    "Config": (mapping, ()), "Card": (card_of, ()), "self": (lambda name, value: value, ()),
 }  # fmt: skip
+# The range of a number follows from its name; some mean something else in one mechanism.
+RANGES: dict[str, tuple[float, float]] = {
+    "int": (1, MANY), "tokens": (0, MANY), "prefix": (0, MANY), "seed": (-MANY, MANY),
+    "n": (0, 10**8), "break_even prefix": (1, MANY),
+    "PagePool.__init__ pages": (1, 10**7),  # it has a list of them
+    "float": (TINY, HUGE), "gib": (0, HUGE), "private": (0, HUGE), "held_tokens": (0, HUGE),
+    "budget_gib": (TINY, 1e9), "rest_gib": (0, 1e6), "shortest_fetch gb_per_s": (1e-3, HUGE),
+    "mfu": (TINY, 1), "mbu": (TINY, 1), "utilization": (TINY, 1), "occupancy": (0, 1),
+    "watermark": (0, math.nextafter(1, 0)),  # less than 1, as the engine takes it
+    "dtype_bytes": (0.01, 1000), "weight_bytes": (0.01, 1000),
+}  # fmt: skip
+
+
+class Parameter(NamedTuple):
+    """What an argument may be."""
+
+    name: str
+    convert: Callable[[str, Any], Any]
+    plain: tuple[type, ...]  # numbers that need no converting, if they are in bounds
+    least: float
+    most: float
+    optional: bool
+
+
+def parameter(mechanism: Callable[..., Any], name: str) -> Parameter:
+    """What a mechanism's argument may be, by the type and the name of its parameter."""
+    kind, _, none = mechanism.__annotations__.get(name, name).partition(" | ")
+    convert, plain = TYPES[kind]
+    own = RANGES.get(f"{mechanism.__qualname__} {name}")
+    least, most = own or RANGES.get(name) or RANGES.get(kind) or (0, 0)
+    if plain:
+        convert = partial(convert, least=least, most=most)
+    return Parameter(name, convert, plain, least, most, bool(none))
+
+
+def checked(parameter: Parameter, value: Any) -> Any:
+    """`value` as the parameter takes it, or an error that names both."""
+    name, convert, plain, least, most, optional = parameter
+    if value.__class__ in plain and least <= value <= most:
+        return value  # as nearly always: this costs next to nothing
+    return None if value is None and optional else convert(name, value)
 
 
 def guarded(bare: Callable[..., Any]) -> Callable[..., Any]:
     """The mechanism, but wrong arguments raise before its body runs, and name the parameter."""
     names = bare.__code__.co_varnames[: bare.__code__.co_argcount]
-    rules = {name: ALLOWED.get(f"{bare.__name__} {name}") or ALLOWED[name] for name in names}
+    parameters = {name: parameter(bare, name) for name in names}
+    in_order = tuple(parameters.values())
 
     @wraps(bare)
     def mechanism(*args: Any, **kwargs: Any) -> Any:
-        by_position = [rules[name](name, value) for name, value in zip(names, args)]
-        by_name = {name: rules.get(name, as_is)(name, value) for name, value in kwargs.items()}
-        return bare(*by_position, *args[len(names) :], **by_name)
+        for name in kwargs:
+            if name in parameters:  # or the call will say that there is none of this name
+                kwargs[name] = checked(parameters[name], kwargs[name])
+        return bare(*map(checked, in_order, args), *args[len(in_order) :], **kwargs)
 
     return mechanism
 
@@ -4217,66 +4181,60 @@ for bare in (
     globals()[bare.__name__] = guarded(bare)
 
 
-def guard_classes() -> None:
-    """Give PagePool and Scheduler the same: a refused call has changed nothing."""
-    create, allocate, append = PagePool.__init__, PagePool.allocate, PagePool.append
-    fork, release, references = PagePool.fork, PagePool.release, PagePool.references
-    add = Scheduler.add
+def refuse(sequence: Any) -> NoReturn:
+    """Say why `sequence` is none of the pool that is asked to change it."""
+    if not isinstance(sequence, Sequence):
+        raise TypeError(f"sequence must come from this pool, not {shown(sequence)}")
+    if sequence.pool is None:
+        raise ValueError("sequence was released before")
+    raise ValueError(f"sequence belongs to another pool: {shown(sequence)}")
 
-    def own(pool: PagePool, sequence: Any) -> Sequence:
-        if getattr(sequence, "pool", None) is not pool:
+
+def guard_methods() -> None:
+    """Give PagePool and Scheduler the same: a call that they refuse has changed nothing."""
+    bare, bare_add = SimpleNamespace(**vars(PagePool)), Scheduler.add
+
+    def allocate(self: PagePool, tokens: int) -> Any:
+        return bare.allocate(self, whole("tokens", tokens))
+
+    def append(self: PagePool, sequence: Sequence, n: int = 1) -> None:
+        if sequence.__class__ is not Sequence or sequence.pool is not self:
             refuse(sequence)
-        return cast(Sequence, sequence)
+        bare.append(self, sequence, n if n.__class__ is int and 0 <= n <= MANY else whole("n", n))
 
-    @wraps(create)
-    def checked_create(self: PagePool, pages: int, page_tokens: int = 16) -> None:
-        create(self, whole("pages", pages, 1, MOST_PAGES), some("page_tokens", page_tokens))
-
-    @wraps(allocate)
-    def checked_allocate(self: PagePool, tokens: int) -> Sequence:
-        return allocate(self, whole("tokens", tokens))
-
-    @wraps(append)
-    def checked_append(self: PagePool, sequence: Sequence, n: int = 1) -> None:
-        if getattr(sequence, "pool", None) is not self:
+    def fork(self: PagePool, sequence: Sequence, tokens: int) -> Any:
+        if sequence.__class__ is not Sequence or sequence.pool is not self:
             refuse(sequence)
-        append(self, sequence, n if n.__class__ is int and 0 <= n <= MANY else whole("n", n))
+        return bare.fork(self, sequence, whole("tokens", tokens, 0, sequence.tokens))
 
-    @wraps(fork)
-    def checked_fork(self: PagePool, sequence: Sequence, tokens: int) -> Sequence:
-        return fork(self, own(self, sequence), whole("tokens", tokens, most=sequence.tokens))
+    def release(self: PagePool, sequence: Sequence) -> None:
+        if sequence.__class__ is not Sequence or sequence.pool is not self:
+            refuse(sequence)
+        bare.release(self, sequence)
 
-    @wraps(release)
-    def checked_release(self: PagePool, sequence: Sequence) -> None:
-        release(self, own(self, sequence))
+    def references(self: PagePool, page: int) -> Any:
+        return bare.references(self, whole("page", page, 0, self.pages - 1))
 
-    @wraps(references)
-    def checked_references(self: PagePool, page: int) -> int:
-        return references(self, whole("page", page, most=self.pages - 1))
-
-    @wraps(add)
-    def checked_add(self: Scheduler, prompt: int, output: int) -> None:
-        prompt, output = some("prompt", prompt), some("output", output)
+    def add(self: Scheduler, prompt: int, output: int) -> None:
+        prompt, output = whole("prompt", prompt, 1), whole("output", output, 1)
         room = self.pool.pages * self.pool.page_tokens
         if prompt + output > room:
             raise ValueError(f"prompt + output = {prompt + output:,} never fits {room:,} tokens")
-        add(self, prompt, output)
+        bare_add(self, prompt, output)
 
     def uncopied(self: Any) -> NoReturn:
         raise TypeError(f"{type(self).__name__} cannot be copied; a sequence can be forked")
 
-    for owner, methods in (
-        (PagePool, (checked_create, checked_allocate, checked_append, checked_fork,
-                    checked_release, checked_references)),
-        (Scheduler, (guarded(Scheduler.__init__), checked_add)),
-    ):  # fmt: skip
-        for method in methods:
-            setattr(owner, method.__name__, method)
+    for method in (allocate, append, fork, release, references):
+        setattr(PagePool, method.__name__, wraps(getattr(PagePool, method.__name__))(method))
+    setattr(Scheduler, "add", wraps(bare_add)(add))  # noqa: B010
+    for owner in (PagePool, Scheduler):
+        setattr(owner, "__init__", guarded(vars(owner)["__init__"]))  # noqa: B010
     for uncopyable in (PagePool, Sequence):
         setattr(uncopyable, "__reduce__", uncopied)  # noqa: B010
 
 
-guard_classes()
+guard_methods()
 
 
 # ---------------------------------------------------------------------------------- command line
@@ -4365,7 +4323,7 @@ SIZING: dict[str, Callable[[str], Any]] = {  # the options that size a deploymen
     "params": typed("params", partial(number, least=1e6)),
     "active": typed("active", partial(number, least=1e6)),
     "gpus": typed("gpus", partial(whole, least=1, most=10**6)), "card": card,
-    "weights": typed("weights", width), "kv": typed("kv", width),
+    "weights": typed("weights", number), "kv": typed("kv", number),
     "utilization": typed("utilization", partial(number, most=1)),
     "rest": typed("rest", partial(number, least=0, most=1e6)),
     "prompt": typed("prompt", partial(whole, most=10**9)),

@@ -1793,10 +1793,10 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
     (lambda: lesson.shortest_fetch(0), ValueError, "gb_per_s must be from"),
     (lambda: lesson.serve([], 0), ValueError, "pages must be from 1 to"),
     (lambda: lesson.serve([], 1, 0), ValueError, "page_tokens must be from 1 to"),
-    (lambda: lesson.serve([], 1, watermark=1.5), ValueError, "watermark must be from 0 to 1"),
+    (lambda: lesson.serve([], 1, watermark=1.5), ValueError, "watermark must be from 0 to 0.99"),
     (lambda: lesson.serve([], 1, watermark="1%"), TypeError, "watermark must be a number"),
     (lambda: lesson.serve([], 1, max_running=0), ValueError, "max_running must be from 1 to"),
-    (lambda: lesson.serve([], 1, watermark=1), ValueError, "watermark must be from 0 to less than"),
+    (lambda: lesson.serve([], 1, watermark=1), ValueError, "watermark must be from 0 to 0.99"),
     (lambda: lesson.serve([], 1, max_batched_tokens=0), ValueError, "max_batched_tokens must be f"),
     (lambda: lesson.serve([], 1, max_batched_tokens=8.5), TypeError, "max_batched_tokens must be"),
     (lambda: lesson.serve([], 1, step_seconds=0.1), TypeError, "step_seconds must be a function"),
@@ -2765,7 +2765,7 @@ class Predict(unittest.TestCase):
         text = self.answered(1, "320 KiB")
         self.assertTrue(text.startswith("Guess 6 numbers before you read."))
         self.assertEqual([text.count(s) for s in ("your guess: ", "Spot on.")], [6, 6])
-        self.assertTrue(text.endswith("it is 4.16 there. Every guess is spot on."), text)
+        self.assertTrue(text.endswith("at 131,072 tokens. Every guess is spot on."), text)
 
     def test_it_reads_a_decimal_a_percentage_a_product_and_a_unit(self):
         for guesses in (
@@ -2834,7 +2834,7 @@ class Predict(unittest.TestCase):
             (2, "46.4%", "You are 2.00x too high. 128k tokens take 23.2%", 1),
             (3, "41.2%", "You are 2.00x too low. Reserving 8,192 tokens wastes 82.3%.", 2),
             (4, "604", "You are 99.94x too high. The batch grows 6.0x: 69 -> 417.", 3),
-            (5, "43%", "You are 2.01x too low. Sharing saves 86.6% on average, and 89.0%", 4),
+            (5, "43%", "You are 2.01x too low. Sharing saves 86.6% on average.", 4),
             (6, "9260000 GB/s", "You are far too high. Loading wins from 9.26 GB/s on", 5),
         ):
             with self.subTest(guess):
@@ -2849,8 +2849,7 @@ class Predict(unittest.TestCase):
         _, right = self.asked(lesson.parts(), skipped)
         for name, wrong in {
             "kv_bytes_per_token": 7168, "budget_share": 0.07, "contiguous": allocation,
-            "paged": allocation, "shared_prefix": allocation, "expected_saving": 0.07,
-            "break_even": 77.77,
+            "paged": allocation, "expected_saving": 0.07, "break_even": 77.77,
         }.items():  # fmt: skip
             parts = {**lesson.parts(), name: mock.Mock(return_value=wrong)}
             self.assertNotEqual(self.asked(parts, skipped)[1], right, name)
