@@ -2914,9 +2914,11 @@ def verify(parts_override: Parts | None = None) -> int:
 # --------------------------------------------------------------------------------- your own model
 
 # The same price for any other model. Its config.json holds the figures, and the class that its
-# model_type names says what they mean. TABLE has the classes that were read (those of transformers
-# 5.25 and vLLM 0.33, and of older ones for a few that both have dropped). What is not in it is
-# refused: better no answer than a wrong one.
+# model_type names says what they mean. TABLE has the classes that were read: those of transformers
+# 5.25 and vLLM 0.33, and of older ones for a few that both have dropped; of the newest (apertus1p5,
+# beam, flint, granite_docling, kolibri1, lara_mini, lfm3, minimax_m3_vl, muse, sarvam) only that of
+# transformers, so an engine may keep more. What is not in the table is refused: better no answer
+# than a wrong one.
 
 ALIASES = {  # other names of a setting, where a class reads them
     alias: usual
@@ -3447,20 +3449,21 @@ class Card(NamedTuple):
     tflops: float  # BF16, without sparsity
 
 
-# GB/s and TFLOP/s are the vendors' (their sparse TFLOP/s halved); GiB are "total capacity" and
-# "total_gpu_memory" in public logs, 0.3 to 0.7 less than nvidia-smi shows, and 0.2 with the driver.
+# After each card: where its GiB were seen, as "total capacity" or "total_gpu_memory" in public logs
+# (0.3 to 0.7 less than nvidia-smi shows, and 0.2 more or less with the driver); then the document
+# that has its GB/s and TFLOP/s, of which half where it counts sparsity.
 CARDS = {
-    "A100-40G": Card(39.38, 1555, 312),  # vLLM issue 16570
-    "A100-80G": Card(79.15, 2039, 312),  # SXM; 79.25 in kvcached issue 110
-    "H100-SXM": Card(79.11, TIERS["GPU HBM"], DENSE_FLOPS_PER_GPU / 1e12),  # vLLM issue 27508
-    "H100-PCIe": Card(79.11, 2000, 756.5),  # GiB of the SXM card
-    "H200": Card(139.80, 4800, DENSE_FLOPS_PER_GPU / 1e12),  # PyTorch's out-of-memory messages
-    "B200": Card(178.35, 8000, 2250),  # the same; at 1,000 W
-    "L40S": Card(44.39, 864, 362),  # the same; 44.52 in vLLM issue 14011
-    "L4": Card(22.03, 300, 121),  # the same
-    "A10G": Card(21.99, 600, 70),  # Unsloth's banner; an A10 computes 125
-    "RTX-4090": Card(23.53, 1008, 165.2),  # the same; with FP32 accumulation
-    "MI300X": Card(191.98, 5300, 1307),  # PyTorch's out-of-memory messages
+    "A100-40G": Card(39.38, 1555, 312),  # vLLM issue 16570; NVIDIA A100 datasheet, 2020
+    "A100-80G": Card(79.15, 2039, 312),  # vLLM 0.8.2, Phi-4; A100 80GB datasheet, 2021: the SXM's
+    "H100-SXM": Card(79.11, 3350, 989.5),  # vLLM issue 27508; H100 datasheet, 2022
+    "H100-PCIe": Card(79.11, 2000, 756.5),  # no log found, as the SXM's; H100 datasheet, 2022
+    "H200": Card(139.80, 4800, 989.5),  # PyTorch; H200 datasheet, 2023
+    "B200": Card(178.35, 8000, 2250),  # PyTorch; Blackwell brief, 2024: HGX at 1,000 W
+    "L40S": Card(44.39, 864, 362),  # PyTorch (44.52: vLLM issue 14011); L40S datasheet, 2023
+    "L4": Card(22.03, 300, 121),  # PyTorch; L4 datasheet, 2023
+    "A10G": Card(21.99, 600, 70),  # Unsloth; Baseten, "A10 vs A10G": an A10 computes 125
+    "RTX-4090": Card(23.53, 1008, 165.2),  # Unsloth; Ada whitepaper, 2022: with FP32 accumulation
+    "MI300X": Card(191.98, 5300, 1307),  # PyTorch; AMD MI300X datasheet, 2023
 }
 REST_SHARE = 0.05  # of a card, for all but weights and KV: in block 1 it is 15.7 of 318.6 GiB
 UTILIZATION = 0.92  # vLLM's default
