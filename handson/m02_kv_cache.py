@@ -2088,6 +2088,27 @@ def on_pages(
     return admitted(needs, room, stored) if stored <= room > 0 else admitted([], 0)
 
 
+def one_at_a_time(
+    requests: Requests, pages: int, page_tokens: int, step_seconds: Callable[[float, float], float]
+) -> Parts:
+    """What `serve` counts where at most one sequence runs, in whatever pool."""
+    n, steps = len(requests), []
+    for i, (prompt, output) in enumerate(requests):
+        for made in range(output):
+            entered, held = i + (made > 0), math.ceil((prompt + made) / page_tokens)
+            steps.append((n / 2 <= entered < n, 1 if made else prompt, held))
+    steady = [(tokens, held) for is_steady, tokens, held in steps if is_steady]
+    seconds = sum(step_seconds(tokens, page_tokens * held) for tokens, held in steady)
+    peak = max((held for *_, held in steps), default=0)
+    return {
+        "steps": len(steps), "generated": len(steps), "prefilled": sum(p for p, _ in requests),
+        "reprefilled": 0, "preempted": 0, "peak_pages": peak,
+        "running": 1.0 if steady else 0.0, "again": 0.0,
+        "held": sum(held for _, held in steady) / len(steady) / pages if steady else 0.0,
+        "tokens_per_s": len(steady) / seconds if steady else 0.0,
+    }  # fmt: skip
+
+
 def assumed_curve(occupancy: float, n: int = 2000, seed: int = 3) -> int:
     """The tokens of those of n steps that preempt."""
     rng, tokens = random.Random(seed), 0
@@ -2102,7 +2123,8 @@ def of_config(config: Parts, tokens: int = 1, dtype_bytes: float | None = None, 
     window = config.get("sliding_window", tokens)
     layers = config.get("layer_types", ["sliding_attention"] * config["num_hidden_layers"])
     held = sum(tokens if kind == "full_attention" else min(tokens, window) for kind in layers)
-    values: int = 2 * max(1, config["num_key_value_heads"] // tp) * config["head_dim"]
+    kv_heads = config.get("num_key_value_heads", 16)
+    values: int = 2 * max(1, kv_heads // tp) * config.get("head_dim", config["hidden_size"] // 16)
     if "kv_lora_rank" in config:  # a latent: all of it on each GPU
         values = config["kv_lora_rank"] + config["qk_rope_head_dim"]
     return math.ceil(held * values * (2 if dtype_bytes is None else dtype_bytes))
@@ -2115,26 +2137,43 @@ def sized(
 ) -> Parts:  # fmt: skip
     """A deployment, from its memory to the seconds of a step."""
     gib, gb_per_s, tflops = card
-    rest = 0.05 * gib if rest_gib is None else rest_gib
-    budget = tp * (gib * utilization - rest) - n_params * weight_bytes / 1024**3
+    memory, weights = tp * gib, n_params * weight_bytes / 1024**3
+    rest = tp * (0.05 * gib if rest_gib is None else rest_gib)
+    budget = memory * utilization - weights - rest
     resident = NAIVE["resident_tokens"](requests)
     length = math.ceil(resident)
-    kv = tp * math.ceil(of_config(config, length, dtype_bytes, tp) / length)
-    tokens = NAIVE["budget_tokens"](budget, kv)
-    fill_step = NAIVE["step_fills"](requests, 8192)
-    running = max(1, min(0.95 * tokens / resident, fill_step))
-    milliseconds = [
-        1000
-        * NAIVE["step_seconds"](
-            running * 8192 / fill_step, running * resident, kv, n_params, tflops * 1e12, gb_per_s,
-            tp, mfu, mbu, active_params, weight_bytes,
+    on_each = math.ceil(of_config(config, length, dtype_bytes, tp) / length)
+    tokens = NAIVE["budget_tokens"](budget, tp * on_each)
+    fill_pool, fill_step = tokens / resident, NAIVE["step_fills"](requests, 8192)
+    running = max(1, min(0.95 * fill_pool, fill_step))
+    step_tokens, prompt = running * 8192 / fill_step, sum(p for p, _ in requests) / len(requests)
+    speeds = ((1, 1), (0.5, 0.8))
+    step_ms, weights_ms, first_token_ms = (
+        [
+            1000
+            * NAIVE["step_seconds"](
+                computed, held, tp * on_each, n_params, tflops * 1e12, gb_per_s, tp, mfu, mbu,
+                active_params, weight_bytes,
+            )
+            for mfu, mbu in speeds
+        ]
+        for computed, held in ((step_tokens, running * resident), (0, 0), (prompt, prompt))
+    )  # fmt: skip
+    ridge = [
+        NAIVE["ridge_tokens"](
+            n_params, active_params, tflops * 1e12, gb_per_s, mfu, mbu, weight_bytes
         )
-        for mfu, mbu in ((1, 1), (0.5, 0.8))
-    ]  # fmt: skip
+        for mfu, mbu in speeds
+    ]
     return {
-        "budget_gib": budget, "tokens": tokens, "resident": resident,
-        "fill_pool": tokens / resident, "fill_step": fill_step, "step_ms": milliseconds,
-        "max_num_seqs": max(1, math.ceil(min(tokens / resident, fill_step))),
+        "memory_gib": memory, "weights_gib": weights, "rest_gib": rest, "budget_gib": budget,
+        "bytes_on_each": on_each, "kv_per_token": tp * on_each, "tokens": tokens,
+        "resident": resident, "fill_pool": fill_pool, "fill_step": fill_step,
+        "max_num_seqs": max(1, math.ceil(min(fill_pool, fill_step))),
+        "max_num_seqs_alone": max(1, int(min(fill_pool - 2 * fill_pool**0.5, fill_step))),
+        "running": running, "step_tokens": step_tokens, "ridge": ridge, "weights_ms": weights_ms,
+        "step_ms": step_ms, "tokens_per_s": [1000 * running / step for step in step_ms],
+        "per_user": [1000 / step for step in step_ms], "first_token_ms": first_token_ms,
     }  # fmt: skip
 
 
@@ -2202,6 +2241,9 @@ NAIVE: dict[str, Callable[..., Any]] = {
         "output": sum(o for _, o in requests) / len(requests), "again": 0.0,
         "fill_pool": 565_248 / NAIVE["resident_tokens"](requests),
         "fill_step": NAIVE["step_fills"](requests, 8192),
+        "least": min(
+            565_248 / NAIVE["resident_tokens"](requests), NAIVE["step_fills"](requests, 8192), 1024
+        ),
     },
 }  # fmt: skip
 
@@ -2230,18 +2272,21 @@ class Draw:
         return [pair for pair in zip(lengths[:n], lengths[n:]) if any(pair)]
 
     def config(self) -> Parts:
-        """A config.json that states everything."""
-        layers, window = self.whole(1, 6), {"sliding_window": self.whole(1, 5000)}
+        """A config.json; of one that does not state its KV heads or their size, these follow."""
+        layers, window = self.whole(1, 40), {"sliding_window": self.whole(1, 5000)}
         kinds = [self.of("full_attention", "sliding_attention") for _ in range(layers)]
+        kv_heads = {"num_key_value_heads": self.of(1, 2, 4, 8, 16)}
+        shape = {**kv_heads, "head_dim": self.whole(1, 128)}
         kind: Parts = self.of(
-            {"model_type": "llama"}, {"model_type": "mistral", **window},
-            {"model_type": "gpt_oss", **window, "layer_types": kinds},
+            {"model_type": "llama", **self.of({}, kv_heads, shape)},
+            {"model_type": "mistral", **window, **shape},
+            {"model_type": "gpt_oss", **window, **shape, "layer_types": kinds},
             {"model_type": "deepseek_v3", "kv_lora_rank": self.whole(1, 512),
              "qk_rope_head_dim": self.whole(1, 64)},
         )  # fmt: skip
         return {
             **kind, "num_hidden_layers": layers, "num_attention_heads": 16,
-            "num_key_value_heads": self.of(1, 2, 4, 8, 16), "head_dim": self.of(64, 80, 128),
+            "hidden_size": 16 * self.whole(1, 128),
         }  # fmt: skip
 
 
@@ -2266,7 +2311,7 @@ DRAWN: dict[str, Callable[[Draw], Any]] = {
     "preempted_tokens n": between(0, 200), "seed": between(0, 99), "private": between(0, 2000, 4),
     "mfu": between(20, 100, 100), "mbu": between(20, 100, 100), "tp": one_of(1, 2, 4, 8, 16),
     "budget_gib": between(1, 400, 4), "kv_per_token": between(1, 10**6),
-    "n_params": between(10**9, 10**12), "size n_params": between(10**9, 10**10),
+    "n_params": between(10**9, 10**12), "size n_params": between(10**9, 2 * 10**9),
     "active_params": one_of(None, 1e8, 9e8), "weight_bytes": one_of(0.5, 1, 4),
     "flops_per_gpu": between(10**14, 10**15), "attention": one_of(True, True, False),
     "copy_on_write": one_of(True, True, False), "max_batched_tokens": between(1, 9000),
@@ -2280,7 +2325,8 @@ DRAWN: dict[str, Callable[[Draw], Any]] = {
     "step_fills requests": lambda draw: draw.requests(1, 1, 50),
     "size requests": lambda draw: draw.requests(1, 1, 50),
     "traffic requests": lambda draw: draw.requests(1, 1, 50),
-    "config": Draw.config, "card": lambda draw: (400 + draw.whole(0, 9) / 4, 3000, 500),
+    "config": Draw.config,
+    "card": lambda draw: (draw.of(40, 400) + draw.whole(0, 9) / 4, 3000, 500),
     "utilization": between(50, 100, 100), "rest_gib": between(0, 40, 4),
 }  # fmt: skip
 
@@ -2310,7 +2356,7 @@ def drawn_calls(name: str) -> list[Call]:
     draw, calls = Draw(), []
     parameters = inspect.signature(globals()[name]).parameters
     optional = [x for x in parameters if parameters[x].default is not inspect.Parameter.empty]
-    n = 6 * (len(optional) + 3)
+    n = 5 * (len(optional) + 3)
     for i in range(n):
         draw.size = (i + 1) / n
         some = [x for x in optional if draw.random() < 0.5]
@@ -2322,8 +2368,9 @@ def drawn_calls(name: str) -> list[Call]:
         }
         if name in ("budget_tokens", "contiguous", "paged", "shared_prefix"):
             tokens = draw.whole(0, 300) + draw.of(0, 0, 0.5, 0.999) or 0.5
-            if "requests" in case:  # or just what they need, or a token less
-                endless = {**case, "budget_gib": 10**9, "kv_per_token": 1}
+            if "requests" in case:  # or just what the first of them need, or a token less
+                first = case["requests"][: draw.whole(0, 9)]
+                endless = {**case, "requests": first, "budget_gib": 10**9, "kv_per_token": 1}
                 needed = NAIVE[name](**endless)["held_tokens"]
                 tokens = draw.of(tokens, needed, needed - 1) if 1 < needed < 3000 else tokens
             if "budget_gib" in case:
@@ -2355,17 +2402,33 @@ class PoolCall(NamedTuple):
 Story = tuple[int, int, list[PoolCall]]  # pages, tokens a page, calls
 
 
+class Told(list[PoolCall]):
+    """The calls that were made so far; they print as one would write them, each pool made first."""
+
+    def __init__(self, made: Call) -> None:
+        super().__init__()
+        self.made = made
+
+    def __str__(self) -> str:
+        lines = []
+        for each in self:
+            created = f"{each.owner} = {self.made}"
+            lines += [f"{each}"] if created in lines else [created, f"{each}"]
+        return "; ".join(lines) or f"{self.made}"
+
+
 def stories() -> Iterator[Story]:
     """Calls on two small pools, the shortest first."""
     draw = Draw()
-    for i in range(240):
+    for i in range(200):
         calls, made = [], ""
         pages, page = draw.whole(1, 6), draw.of(1, 2, 3, 4, 5, 16)
-        for name in "abcdefghijkl"[: 1 + i // 20]:
+        for name in "abcdefghij"[: 1 + i // 20]:
             verb = draw.of("allocate", "append", "append", "fork", "fork", "release")
             verb = verb if made else "allocate"
             new, old = name if verb in ("allocate", "fork") else "", draw.of(*made or [""])
-            tokens = draw.of(0, 1, page, draw.whole(0, page), draw.whole(-1, pages * page + 1))
+            whole = page * draw.whole(0, pages)
+            tokens = draw.of(0, 1, whole, draw.whole(0, page), draw.whole(-1, pages * page + 1))
             if verb == "release" or (verb == "append" and draw.random() < 0.1):
                 tokens = None
             made += new
@@ -2493,8 +2556,9 @@ def read_back(pages: int, pools: Parts, sequences: Parts, alive: dict[str, Held]
 class Grading:
     """The mechanisms in `s`, asked one call after the other; `doing` is the one that is asked."""
 
-    def __init__(self, s: Parts) -> None:
-        self.s, self.doing = s, ""
+    def __init__(self, s: Parts, requests: Requests) -> None:
+        self.s, self.requests = s, requests
+        self.doing: object = ""
         self.known: dict[str, tuple[str, str] | None] = {}  # several claims rest on the same call
 
     def fault(self, doing: str, difference: Callable[[], str]) -> tuple[str, str] | None:
@@ -2508,7 +2572,7 @@ class Grading:
             said = str(wrong)
         except BaseException as error:  # a reader's mechanism may do anything
             said = f"raises {described(error)}"
-        return (self.doing, said) if said else None
+        return (str(self.doing), said) if said else None
 
     def ask(self, call: Call) -> Any:
         """What a mechanism returns; every call has lists and dicts of its own to change."""
@@ -2559,18 +2623,16 @@ class Grading:
         errors = [x for x in (self.s["OutOfPages"], OutOfPages) if isinstance(x, type)]
         out_of_pages = tuple(x for x in errors if issubclass(x, Exception))
         sizes = (pages,) if page == 16 else (pages, page)
-        self.doing = f"{call('PagePool', *sizes)}"
-        pools = {owner: self.ask(call("PagePool", *sizes)) for owner in "pq"}
-        told: list[str] = []
+        made = call("PagePool", *sizes)
+        self.doing = told = Told(made)
+        pools = {owner: self.ask(made) for owner in "pq"}
         sequences: Parts = {}
         alive: dict[str, Held] = {}
         for each in calls:
             owner, verb, new, old, n = each
             if verb in lacking or (old and old not in sequences):
                 continue  # what made it was refused
-            created = f"{owner} = PagePool({', '.join(map(str, sizes))})"
-            told += [f"{each}"] if created in told else [created, f"{each}"]
-            self.doing = "; ".join(told)
+            told.append(each)
             right, kept, need, tokens = due(each, pages, page, alive)
             given = ([sequences[old]] if old else []) + ([] if n is None else [n])
             try:
@@ -2609,7 +2671,7 @@ class Grading:
 
     def steps_of(self, run: Run) -> str:
         """Whether a scheduler makes the steps that the engine made."""
-        scheduler = self.s["Scheduler"](run.pages, **run.options)
+        scheduler = self.s["Scheduler"](*run.sizes, **run.options)
         for prompt, output in run.requests:
             scheduler.add(prompt, output)
         rows = [scheduler.step() for _ in range(run.counts["steps"])]
@@ -2617,10 +2679,11 @@ class Grading:
         columns = {x: [int(getattr(row, x)) for row in rows] for x in names}
         said = {x: sum(columns[x]) for x in ("generated", "preempted")}
         said["peak_pages"] = max(columns["held"])
-        for name in ("prefilled", "reprefilled"):  # which one's own record need not have
-            said[name] = sum(int(getattr(row, name, 0)) for row in rows) or run.counts[name]
+        for name in ("prefilled", "reprefilled", "entered"):  # which one's own record may lack
+            if hasattr(rows[0], name):
+                said[name] = sum(int(getattr(row, name)) for row in rows)
         for name, figure in said.items():
-            if difference := unlike(run.counts[name], figure):
+            if difference := unlike({**run.counts, "entered": len(run.requests)}[name], figure):
                 return f"{name.replace('_', ' ')} {difference}"
         steps = json.dumps([*map(list, zip(*columns.values()))])
         right = f"{zlib.crc32(steps.encode()):08x}" == run.checksum
@@ -2640,22 +2703,27 @@ class Grading:
         if name in NAIVE:
             yield from map(self.compare, drawn_calls(name))
             if name == "shared_prefix":  # the row of the assembly
-                requests = NAIVE["seq_lengths"](4000)
-                yield self.compare(call(name, requests, 2048))
+                yield self.compare(call(name, self.requests, 2048))
         elif name == "PagePool":
             yield self.fault("", self.pool_is_right)
         elif name == "OutOfPages":
             yield self.fault("", self.error_is_raised)
-        for run in engine_runs():
+        for run in engine_runs() if name in ("serve", "Scheduler") else ():
             options = {**run.options, **({"prefix_caching": True} if run.caching else {})}
             if name == "serve":
-                yield self.compare(call(name, run.requests, run.pages, **options), run.counts)
+                yield self.compare(call(name, run.requests, *run.sizes, **options), run.counts)
             elif name == "Scheduler" and not run.caching:
-                one = call(name, run.pages, **options)
+                one = call(name, *run.sizes, **options)
                 yield self.fault(f"{one} on {run.requests}", partial(self.steps_of, run))
+        draw = Draw()
+        for _ in range(10 if name == "serve" else 0):
+            requests, page, clock = draw.requests(1, 1), draw.whole(1, 16), math.hypot
+            server = (requests, draw.whole(400, 900), page)
+            one = call(name, *server, max_running=1, step_seconds=clock)
+            yield self.compare(one, one_at_a_time(*server, clock))
         for options, figures in MIX if name == "serve" else ():
             options = {"max_batched_tokens": 8192, **options}
-            one = call(name, NAIVE["seq_lengths"](4000), 35_328, **options)
+            one = call(name, self.requests, 35_328, **options)
             yield self.fault(str(one), partial(self.mix, one, figures))
 
 
@@ -2665,9 +2733,11 @@ POOL = ("allocate", "append", "fork", "release", "free", "held", "references")
 # What vLLM 0.33's own scheduler did, recorded: pages, tokens a page, watermark, at most running,
 # tokens a step, prefix caching | steps, generated, prefilled, reprefilled, preempted, peak pages |
 # a checksum of each step's (running, computed, generated, held, preempted) | its requests. The
-# first run follows by hand. A limit of 1,000 or 8,192 does not bind, and is left out.
+# first three runs follow by hand. A limit of 1,000 or 8,192 does not bind, and is left out.
 ENGINE_RUNS = """
 863 16 0 1000 8192 0 | 2 602 9300 0 0 863 | 8ddff513 | 9000,2 1,2*300
+3 4 0 1000 5 0 | 5 4 17 8 1 3 | 7fb7827b | 3,3 8,1
+18 4 0.1 1000 8192 0 | 2 4 66 0 0 17 | 341b3935 | 39,2 27,2
 14 16 0.01 1000 64 0 | 18 24 71 0 0 6 | 8701feff | 7,18 64,6
 5 4 0 4 8192 0 | 19 27 41 6 1 5 | 2e7668ed | 15,3 10,4 3,6 1,2 6,12
 32 4 0 2 200 0 | 49 90 173 0 0 32 | 3d0d1173 | 105,7 10,15 44,34 14,34
@@ -2676,6 +2746,8 @@ ENGINE_RUNS = """
 21 16 0 1000 64 0 | 176 250 1040 367 3 21 | 94c8f3d6 | 113,103 11,27 167,59 7,14 289,2 14,11
     31,18 10,10 30,2 1,4
 33 16 0.3 4 20 0 | 238 274 1109 0 0 29 | 5dd18be2 | 12,18 422,28 148,104 10,79 29,9 405,9 83,27
+3 16 0 1000 64 0 | 120 159 354 84 4 3 | aa0733de | 2,16 25,9 16,24 2,4 6,13 5,22 6,1 3,8 25,15
+    24,19 47,1 8,3 28,10 36,4 37,10
 14 4 0.05 8 8192 0 | 119 233 477 188 15 14 | 3ceaba0e | 21,9 18,25 1,1 2,1 3,1 18,5 5,10 16,24
     8,31 20,6 2,14 1,11 20,25 26,2 4,13 15,5 8,8 12,7 47,2 15,2 26,9 1,22
 17 4 0.1 4 64 0 | 195 340 372 204 9 17 | 9c44e72e | 6,55 15,21 12,30 22,5 2,4 7,19 6,3 16,44
@@ -2708,7 +2780,7 @@ class Run(NamedTuple):
     """A workload, the arguments of its server, and what is known of how it went."""
 
     requests: Requests
-    pages: int
+    sizes: tuple[int, ...]  # pages, and tokens a page if these are not 16
     options: Parts
     caching: bool
     counts: Parts
@@ -2724,11 +2796,12 @@ def engine_runs() -> Iterator[Run]:
         server, counts, checksum, lengths = (part.split() for part in record.split("|"))
         pages, *limits, caching = (float(x) if "." in x else int(x) for x in server)
         options = {x: limit for x, limit, no in zip(names, limits, unbound) if limit != no}
+        sizes = [int(size) for size in (pages, options.pop("page_tokens", 0)) if size]
         requests = []
         for prompt, output, times in (re.split("[,*]", f"{length}*1")[:3] for length in lengths):
             requests += [(int(prompt), int(output))] * int(times)
         derived = dict(zip(totals, map(int, counts)))
-        yield Run(requests, int(pages), options, bool(caching), derived, checksum[0])
+        yield Run(requests, tuple(sizes), options, bool(caching), derived, checksum[0])
 
 
 class Claim(NamedTuple):
@@ -2744,8 +2817,8 @@ class Claim(NamedTuple):
     tolerance: float = 1e-9
 
 
-def claims() -> Iterator[Claim]:
-    """The 14 claims, derived by the naive mechanisms."""
+def claims(requests: Requests) -> Iterator[Claim]:
+    """The 14 claims, derived by the naive mechanisms; `requests` are the workload."""
     shape, multi_head, fp8 = (80, 8, 128, 2), (80, 64, 128, 2), (80, 8, 128, 1)
     kv, without_gqa = (NAIVE["kv_bytes_per_token"](*x) for x in (shape, multi_head))
     gib = NAIVE["kv_gib"](131_072)
@@ -2768,7 +2841,7 @@ def claims() -> Iterator[Claim]:
         without_gqa == 8 * kv, [call("kv_bytes_per_token", *multi_head)], {"Q_HEADS": 64},
     )  # fmt: skip
 
-    requests, behind_prefix = NAIVE["seq_lengths"](4000), NAIVE["prefixed_lengths"](64, 4096)
+    behind_prefix = NAIVE["prefixed_lengths"](64, 4096)
     drawn, slots = call("seq_lengths", 4000), call("contiguous", requests, 8192)
     paged_16, paged_1 = call("paged", requests, 16), call("paged", requests, 1)
     sharing = call("shared_prefix", behind_prefix, 4096, 1, budget_gib=20)
@@ -2887,8 +2960,9 @@ def verify(parts_override: Parts | None = None) -> int:
     for name in parts_override or {}:
         if name not in s:
             raise ValueError(f"parts_override must name parts of the lesson, not {shown(name)}")
-    grading, stated, wrong = Grading({**s, **(parts_override or {})}), list(claims()), []
-    failed, column = 0, max(len(claim.statement) for claim in stated)
+    requests = NAIVE["seq_lengths"](4000)
+    grading, stated = Grading({**s, **(parts_override or {})}, requests), list(claims(requests))
+    failed, wrong, column = 0, [], max(len(claim.statement) for claim in stated)
     try:
         for number, block in BLOCKS.items():
             for claim in stated:
@@ -2902,7 +2976,7 @@ def verify(parts_override: Parts | None = None) -> int:
                     wrong.append(failing(f"B{number}  {name}: ", fault))
             flush()
     except KeyboardInterrupt:
-        print(f"  stopped in block {number}: {shortened(grading.doing, 120)}")
+        print(f"  stopped in block {number}: {shortened(str(grading.doing), 120)}")
         raise
     for line in wrong:
         print(line)

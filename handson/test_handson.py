@@ -2542,39 +2542,41 @@ class VerifyBites(unittest.TestCase):
 
         self.assertEqual(
             self.fault("paged", paged(spare=1)),
-            "paged([(2, 6)], budget_gib=0.0048828125): batch 1, yours 0",
+            "paged([(0, 5)], kv_per_token=11576279040): batch 1, yours 0",
         )
         self.assertEqual(
             self.fault("paged", lambda *args, **card: lesson.paged(args[0], 16, **card)),
-            "paged([(6, 0)], 128): held tokens 128, yours 16",
+            "paged([(0, 150000)], 96): held tokens 150,048, yours 150,000",
         )
         failing, _ = self.graded({"paged": floor_of_pages})
         self.assertEqual(failing[4], "paged(seq_lengths(4000), 16): batch 417, yours 423")
         for bug, story in (
             (
                 "a page leaks",
-                "p = PagePool(1, 5); a = p.allocate(1); p.release(a): p.held 0, yours 1",
+                "p = PagePool(4); a = p.allocate(1); p.release(a): p.held 0, yours 1",
             ),
             (
                 "shared pages freed",
-                "p = PagePool(4); a = p.allocate(1); b = p.fork(a, 1); p.release(a): p.held 1,"
+                "p = PagePool(2, 5); a = p.allocate(3); c = p.fork(a, 1); p.release(a): p.held 1,"
                 " yours 0",
             ),
             (
                 "no copy-on-write",
-                "p = PagePool(1); a = p.allocate(1); b = p.fork(a, 1); p.append(b, 10): OutOfPages,"
-                " yours none",
+                "p = PagePool(5, 5); a = p.allocate(1); p.append(a); d = p.fork(a, 2);"
+                " p.append(a, 1): a in 1 free pages, yours [0]",
             ),
             (
                 "copies what is not shared",
-                "p = PagePool(6, 2); a = p.allocate(1); p.append(a, 1): a in [0] and 0 free pages,"
+                "p = PagePool(3); a = p.allocate(7); p.append(a, 1): a in [0] and 0 free pages,"
                 " yours [1]",
             ),
-            ("shrinks", "q = PagePool(6, 2); a = q.allocate(0); p = PagePool(6, 2);"
-             " p.append(a, -1): an error, yours none"),
+            (
+                "shrinks",
+                "p = PagePool(1, 1); a = p.allocate(1); p.append(a, -1): an error, yours none",
+            ),
             (
                 "page size ignored",
-                "q = PagePool(5, 5); a = q.allocate(23): a in 5 free pages, yours [0, 1]",
+                "p = PagePool(6, 1); a = p.allocate(5): a in 5 free pages, yours [0]",
             ),
         ):  # fmt: skip
             self.assertEqual(self.fault("PagePool", SABOTAGE["PagePool"][bug]), story)
@@ -2588,14 +2590,14 @@ class VerifyBites(unittest.TestCase):
         few = "[(15, 3), (10, 4), (3, 6), (1, 2), (6, 12)]"
         self.assertEqual(
             self.fault("serve", never_preempts),
-            f"serve({few}, 5, page_tokens=4, max_running=4): steps 19, yours 14",
+            "serve([(3, 3), (8, 1)], 3, 4, max_batched_tokens=5): steps 5, yours 3",
         )
         self.assertEqual(
             self.fault("Scheduler", SABOTAGE["Scheduler"]["a page for the next token"]),
-            f"Scheduler(5, page_tokens=4, max_running=4) on {few}: preempted 1, yours 2",
+            f"Scheduler(5, 4, max_running=4) on {few}: preempted 1, yours 2",
         )
         self.assertEqual(
-            self.fault("contiguous", no_misfits), "contiguous([(10, 16)], 23): misfits 1, yours 0"
+            self.fault("contiguous", no_misfits), "contiguous([(20, 23)], 1): misfits 1, yours 0"
         )
 
     def test_the_error_of_a_pool_is_graded_too(self):
@@ -2612,7 +2614,7 @@ class VerifyBites(unittest.TestCase):
             )
         self.assertEqual(
             self.fault("seq_lengths", lambda n, seed=5: n),
-            "seq_lengths(4): must return (prompt, output) pairs, not 4",
+            "seq_lengths(5): must return (prompt, output) pairs, not 5",
         )
 
     def test_a_missing_parameter_is_named(self):
@@ -2620,7 +2622,10 @@ class VerifyBites(unittest.TestCase):
             "paged": (lambda requests, size=16: own_paged(requests, size), "kv_per_token"),
             "seq_lengths": (lambda n: lesson.seq_lengths(n), "seed"),
             "kv_gib": (lambda tokens: tokens * 327_680 / 2**30, "kv_per_token"),
-            "serve": (lambda requests, pages: lesson.serve(requests, pages), "watermark"),
+            "serve": (
+                lambda mine, pages, page=16: lesson.serve(mine, pages, page),
+                "max_batched_tokens",
+            ),
         }
         _, others = self.graded({name: mine for name, (mine, _) in lacking.items()})
         for name, (_, missing) in lacking.items():
@@ -2666,8 +2671,7 @@ class VerifyBites(unittest.TestCase):
         self.assertEqual(self.graded({"PagePool": Pool, "OutOfPages": OwnError}), ({}, {}))
         self.assertEqual(
             self.fault("PagePool", Pool),
-            "p = PagePool(1, 3); a = p.allocate(1); p.append(a, 3): OutOfPages, yours raises"
-            " OwnError()",
+            "p = PagePool(1, 1); a = p.allocate(2): OutOfPages, yours raises OwnError()",
         )
 
     def test_a_pool_that_is_half_done(self):
