@@ -1379,9 +1379,9 @@ is empty 400 seconds after the burst. (Seven draws of seven, looked at every 200
 table above, long at 500 makes {thrashing:.0%} of the tokens/s of its row with 5% free. A load
 between the two keeps a server where it is.
 
-Why recompute, if fetching from host memory is {to_host:.1f}x as fast by block 5? A swap goes out and in again,
-in small copies: {copied} KiB for a layer, page and GPU. Kwon et al. (section 7.3) measured both as
-comparable with pages of 16 to 64 tokens. vLLM's V1 has no swap.
+Why recompute, if fetching from host memory is {to_host:.1f}x as fast by block 5? A swap goes out
+and in again, in small copies: {copied} KiB for a layer, page and GPU. Kwon et al. (section 7.3)
+measured both as comparable with pages of 16 to 64 tokens. vLLM's V1 has no swap.
 
 A popular picture of all this is a curve over occupancy. This one is an assumption: 2,000 steps,
 each preempting with probability ((occupancy - 0.85) / 0.15)^2 above 85%, and never below:
