@@ -3272,7 +3272,7 @@ def told_by(settings: Config, name: str, layers: int) -> str:
         if kept.count(FULL) == len(value):
             return "".join(kept)
     elif isinstance(value, (list, str)):
-        if name == "sliding_window_pattern":  # LLLG, as EXAONE has it
+        if name == "sliding_window_pattern" and isinstance(value, str):  # LLLG, as EXAONE has it
             value = (value * layers)[:layers]
         with contextlib.suppress(KeyError, TypeError):
             kept = [LISTS.get(name, KINDS)[word] for word in value[:layers]]

@@ -1309,6 +1309,8 @@ layer_group_size = 5 does not tell what 32 % T=bailing_hybrid L=32 kv_lora_rank=
   layer_group_size=5
 full_attention_interval must be from 1 % T=qwen3_next L=4 d=64 full_attention_interval=0
 full_attn_idxs = [99] does not % T=lfm2 L=4 full_attn_idxs=[99]
+sliding_window_pattern = ['full_attention'] does not % T=exaone4 L=4 H=4 K=4 D=64 W=9
+  sliding_window_pattern=["full_attention"]
 num_hidden_layers = 55 must be even % T=longcat_flash L=55 kv_lora_rank=512
 num_layers = 56 contradicts num_hidden_layers = 28 % T=longcat_flash L=28 num_layers=28
 use_mla = False contradicts % T=deepseek_v2 L=2 H=8 kv_lora_rank=512 use_mla=false
