@@ -4271,28 +4271,32 @@ def refuse(sequence: Any) -> NoReturn:
 
 def guard_methods() -> None:
     """Give PagePool and Scheduler the same: a call that they refuse has changed nothing."""
-    bare, bare_add = SimpleNamespace(**vars(PagePool)), Scheduler.add
+    bare_allocate, bare_append, bare_fork = PagePool.allocate, PagePool.append, PagePool.fork
+    bare_release, bare_references = PagePool.release, PagePool.references
+    bare_add = Scheduler.add
 
-    def allocate(self: PagePool, tokens: int) -> Any:
-        return bare.allocate(self, whole("tokens", tokens))
+    def allocate(self: PagePool, tokens: int) -> Sequence:
+        plain = tokens.__class__ is int and 0 <= tokens <= MANY
+        return bare_allocate(self, tokens if plain else whole("tokens", tokens))
 
     def append(self: PagePool, sequence: Sequence, n: int = 1) -> None:
         if sequence.__class__ is not Sequence or sequence.pool is not self:
             refuse(sequence)
-        bare.append(self, sequence, n if n.__class__ is int and 0 <= n <= MANY else whole("n", n))
+        plain = n.__class__ is int and 0 <= n <= MANY
+        bare_append(self, sequence, n if plain else whole("n", n))
 
-    def fork(self: PagePool, sequence: Sequence, tokens: int) -> Any:
+    def fork(self: PagePool, sequence: Sequence, tokens: int) -> Sequence:
         if sequence.__class__ is not Sequence or sequence.pool is not self:
             refuse(sequence)
-        return bare.fork(self, sequence, whole("tokens", tokens, 0, sequence.tokens))
+        return bare_fork(self, sequence, whole("tokens", tokens, 0, sequence.tokens))
 
     def release(self: PagePool, sequence: Sequence) -> None:
         if sequence.__class__ is not Sequence or sequence.pool is not self:
             refuse(sequence)
-        bare.release(self, sequence)
+        bare_release(self, sequence)
 
-    def references(self: PagePool, page: int) -> Any:
-        return bare.references(self, whole("page", page, 0, self.pages - 1))
+    def references(self: PagePool, page: int) -> int:
+        return bare_references(self, whole("page", page, 0, self.pages - 1))
 
     def add(self: Scheduler, prompt: int, output: int) -> None:
         prompt, output = whole("prompt", prompt, 1), whole("output", output, 1)
