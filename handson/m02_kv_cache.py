@@ -4197,6 +4197,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "PagePool.__init__ pages": (1, 10**7),  # it has a list of them
     "float": (TINY, HUGE), "gib": (0, HUGE), "private": (0, HUGE), "held_tokens": (0, HUGE),
     "budget_gib": (TINY, 1e9), "rest_gib": (0, 1e6), "shortest_fetch gb_per_s": (1e-3, HUGE),
+    "size n_params": (1e6, HUGE), "size active_params": (1e6, HUGE), "size tp": (1, 10**6),
+    "model_table budget_gib": (1e-6, 1e9),
     "mfu": (TINY, 1), "mbu": (TINY, 1), "utilization": (TINY, 1), "occupancy": (0, 1),
     "watermark": (0, math.nextafter(1, 0)),  # less than 1, as the engine takes it
     "dtype_bytes": (0.01, 1000), "weight_bytes": (0.01, 1000),
@@ -4269,28 +4271,32 @@ def refuse(sequence: Any) -> NoReturn:
 
 def guard_methods() -> None:
     """Give PagePool and Scheduler the same: a call that they refuse has changed nothing."""
-    bare, bare_add = SimpleNamespace(**vars(PagePool)), Scheduler.add
+    bare_allocate, bare_append, bare_fork = PagePool.allocate, PagePool.append, PagePool.fork
+    bare_release, bare_references = PagePool.release, PagePool.references
+    bare_add = Scheduler.add
 
-    def allocate(self: PagePool, tokens: int) -> Any:
-        return bare.allocate(self, whole("tokens", tokens))
+    def allocate(self: PagePool, tokens: int) -> Sequence:
+        plain = tokens.__class__ is int and 0 <= tokens <= MANY
+        return bare_allocate(self, tokens if plain else whole("tokens", tokens))
 
     def append(self: PagePool, sequence: Sequence, n: int = 1) -> None:
         if sequence.__class__ is not Sequence or sequence.pool is not self:
             refuse(sequence)
-        bare.append(self, sequence, n if n.__class__ is int and 0 <= n <= MANY else whole("n", n))
+        plain = n.__class__ is int and 0 <= n <= MANY
+        bare_append(self, sequence, n if plain else whole("n", n))
 
-    def fork(self: PagePool, sequence: Sequence, tokens: int) -> Any:
+    def fork(self: PagePool, sequence: Sequence, tokens: int) -> Sequence:
         if sequence.__class__ is not Sequence or sequence.pool is not self:
             refuse(sequence)
-        return bare.fork(self, sequence, whole("tokens", tokens, 0, sequence.tokens))
+        return bare_fork(self, sequence, whole("tokens", tokens, 0, sequence.tokens))
 
     def release(self: PagePool, sequence: Sequence) -> None:
         if sequence.__class__ is not Sequence or sequence.pool is not self:
             refuse(sequence)
-        bare.release(self, sequence)
+        bare_release(self, sequence)
 
-    def references(self: PagePool, page: int) -> Any:
-        return bare.references(self, whole("page", page, 0, self.pages - 1))
+    def references(self: PagePool, page: int) -> int:
+        return bare_references(self, whole("page", page, 0, self.pages - 1))
 
     def add(self: Scheduler, prompt: int, output: int) -> None:
         prompt, output = whole("prompt", prompt, 1), whole("output", output, 1)
@@ -4355,88 +4361,57 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UsageError(f"{message}; {MODES}")
 
 
-def block_number(text: str) -> int:
-    """The number of a block, as it is typed."""
-    if text not in map(str, BLOCKS):
-        raise argparse.ArgumentTypeError(f"no block {text!a}")
-    return int(text)
-
-
-def gib(text: str) -> float:
-    """A number of GiB, as it is typed."""
-    try:
-        size = float(text)
-    except ValueError:
-        size = math.nan
-    if not 1e-6 <= size <= 1e9:
-        raise argparse.ArgumentTypeError(f"{text!a} is not a number of GiB from 1e-6 to 1e9")
-    return size
-
-
-def typed(name: str, rule: Callable[[str, Any], Any]) -> Callable[[str], Any]:
-    """How to read the number that is typed for an option, which `rule` allows or not."""
-
-    def read(text: str) -> Any:
-        try:
-            value = float(text)
-            return rule(name, int(value) if value.is_integer() else value)
-        except (TypeError, ValueError) as error:
-            reason = error if str(error).startswith(name) else f"{text!a} is not a number"
-            raise argparse.ArgumentTypeError(str(reason)) from None
-
-    return read
-
-
-def card(text: str) -> Card:
-    """A card, as it is typed: its name, or three numbers with commas between them."""
-    try:
-        return card_of("card", tuple(map(float, text.split(","))) if "," in text else text)
-    except (TypeError, ValueError) as error:
-        reason = error if str(error).startswith("card") else f"{text!a} is not GIB,GB/S,TFLOP/S"
-        raise argparse.ArgumentTypeError(str(reason)) from None
-
-
-SIZING: dict[str, Callable[[str], Any]] = {  # the options that size a deployment
-    "params": typed("params", partial(number, least=1e6)),
-    "active": typed("active", partial(number, least=1e6)),
-    "gpus": typed("gpus", partial(whole, least=1, most=10**6)), "card": card,
-    "weights": typed("weights", number), "kv": typed("kv", number),
-    "utilization": typed("utilization", partial(number, most=1)),
-    "rest": typed("rest", partial(number, least=0, most=1e6)),
-    "prompt": typed("prompt", partial(whole, most=10**9)),
-    "output": typed("output", partial(whole, least=1, most=10**9)), "trace": str,
+# What is typed for an option becomes an argument, and may be what its parameter may be.
+OPTIONS = {
+    "budget": parameter(model_table, "budget_gib"), "params": parameter(size, "n_params"),
+    "active": parameter(size, "active_params"), "gpus": parameter(size, "tp"),
+    "card": parameter(size, "card"), "weights": parameter(size, "weight_bytes"),
+    "kv": parameter(size, "dtype_bytes"), "utilization": parameter(size, "utilization"),
+    "rest": parameter(size, "rest_gib"), "prompt": parameter(Scheduler.add, "prompt"),
+    "output": parameter(Scheduler.add, "output"),
 }  # fmt: skip
+SIZING = [*(name for name in OPTIONS if name != "budget"), "trace"]  # they size a deployment
+
+
+def typed(option: str, text: str) -> Any:
+    """The argument that is typed for an option: a number, some with commas between, or a word."""
+    argument: Any = text
+    with contextlib.suppress(ValueError):
+        numbers = [int(x) if x.is_integer() else x for x in map(float, text.split(","))]
+        argument = numbers if len(numbers) > 1 else numbers[0]
+    try:
+        return checked(OPTIONS[option]._replace(name=option), argument)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The mode that the command line asks for, or UsageError."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     modes = parser.add_mutually_exclusive_group()
-    modes.add_argument("--block", type=block_number, action="append")
-    modes.add_argument("--quiet", action="store_true")
-    modes.add_argument("--verify", action="store_true")
+    modes.add_argument("--block", choices=[str(number) for number in BLOCKS], action="append")
     modes.add_argument("--model", action="append")
-    modes.add_argument("--predict", action="store_true")
+    for name in ("--quiet", "--verify", "--predict"):
+        modes.add_argument(name, action="store_true")
     modes.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--budget", type=gib, action="append")
-    for name, kind in SIZING.items():
-        parser.add_argument(f"--{name}", type=kind, action="append")
+    for name in OPTIONS:
+        parser.add_argument(f"--{name}", type=partial(typed, name), action="append")
+    parser.add_argument("--trace", action="append")
     mode = parser.parse_args(argv)
     for name, values in vars(mode).items():
         if isinstance(values, list):
             if len(values) > 1:
                 parser.error(f"argument --{name}: given more than once")
             setattr(mode, name, values[0])
-    sizing = [name for name in SIZING if getattr(mode, name) is not None]
-    mode.sizes = bool(sizing) and mode.model is not None
-    alone = not (mode.block or mode.quiet or mode.verify or mode.predict or mode.help)
-    for name in [*(["budget"] if mode.budget else []), *sizing]:
-        if mode.model is None and not (sizing == ["trace"] == [name] and alone):
-            parser.error(f"argument --{name}: only with --model FILE")
-    if mode.sizes and mode.budget:
-        parser.error(f"argument --budget: not with --{sizing[0]}, which sizes the budget")
-    if mode.trace is not None and (mode.prompt, mode.output) != (None, None):
-        parser.error("argument --trace: not with --prompt or --output")
+    given = [name for name in ("budget", *SIZING) if getattr(mode, name) is not None]
+    a_mode = mode.block or mode.quiet or mode.verify or mode.predict or mode.help
+    if given and mode.model is None and (a_mode or given != ["trace"]):
+        parser.error(f"argument --{given[0]}: only with --model FILE")
+    for name, others in (("budget", SIZING), ("trace", ["prompt", "output"])):
+        clashes = [other for other in others if name in given and other in given]
+        if clashes:
+            parser.error(f"argument --{name}: not with --{clashes[0]}")
+    mode.sizes = any(name in given for name in SIZING)
     return mode
 
 
@@ -4468,12 +4443,13 @@ def run(mode: argparse.Namespace) -> int:
         print(f"  {ascii_line(mode.trace)} on 4 x H100, a 70B model, 35,328 pages of 16 tokens\n")
         traffic_table(row)
     elif mode.block:
-        first = prerequisites(mode.block)
+        number = int(mode.block)
+        first = prerequisites(number)
         s = collect(first)
         if first:
             plural = "s" if len(first) > 1 else ""
             print(f"(Ran silently first: block{plural} {', '.join(map(str, first))}.)")
-        collect([mode.block], show=True, s=s)
+        collect([number], show=True, s=s)
     else:
         assembly(collect(BLOCKS, show=True))
     return 0
