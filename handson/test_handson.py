@@ -1309,6 +1309,8 @@ layer_group_size = 5 does not tell what 32 % T=bailing_hybrid L=32 kv_lora_rank=
   layer_group_size=5
 full_attention_interval must be from 1 % T=qwen3_next L=4 d=64 full_attention_interval=0
 full_attn_idxs = [99] does not % T=lfm2 L=4 full_attn_idxs=[99]
+sliding_window_pattern = ['full_attention'] does not % T=exaone4 L=4 H=4 K=4 D=64 W=9
+  sliding_window_pattern=["full_attention"]
 num_hidden_layers = 55 must be even % T=longcat_flash L=55 kv_lora_rank=512
 num_layers = 56 contradicts num_hidden_layers = 28 % T=longcat_flash L=28 num_layers=28
 use_mla = False contradicts % T=deepseek_v2 L=2 H=8 kv_lora_rank=512 use_mla=false
@@ -1320,7 +1322,7 @@ v_head_dim = 64 is not the 128 of K % T=llama L=32 H=32 K=8 D=4096 v_head_dim=64
 multi_query must be True or False % T=falcon L=2 H=8 D=64 multi_query=1
 text_config must be a dict, not 5 % text_config=5
 in text_config: config lacks num_key_value_heads % text_config L=2
-in thinker_config.text_config: num_hidden_layers must be % T=olmo thinker_config text_config L=null
+in thinker_config.text_config: config lacks num_hidden % T=olmo thinker_config text_config L=null
 config lacks num_hidden_layers % architectures=[]
 config lacks cla_share_factor % T=hunyuan L=4 H=8 K=8 D=1024 use_cla=true
 """
@@ -1506,9 +1508,10 @@ class Sizing(unittest.TestCase):
             self.assertAlmostEqual(getattr(sized, what), by_hand, delta=delta, msg=what)
         self.assertEqual(sized.limit, "KV memory")
         for what, by_hand in (
-            ("ridge", (153.02, 95.64)), ("weights_s", (0.016086, 0.020108)),
-            ("step_s", (0.066540 + 0.018374, 0.133080 + 0.022968)), ("per_user", (11.777, 6.4083)),
-            ("tokens_per_s", (1490.8, 811.2)), ("first_token_s", (0.21038, 0.42067)),
+            ("ridge", (153.02, 95.64)), ("weights_ms", (16.086, 20.108)),
+            ("compute_ms", (66.540, 133.080)), ("kv_ms", (18.374, 22.968)),
+            ("step_ms", (66.540 + 18.374, 133.080 + 22.968)), ("per_user", (11.777, 6.4083)),
+            ("tokens_per_s", (1490.8, 811.2)), ("first_token_ms", (210.38, 420.67)),
         ):  # fmt: skip
             for figure, expected in zip(getattr(sized, what), by_hand):
                 self.assertAlmostEqual(figure / expected, 1, delta=0.0003, msg=what)
@@ -1654,6 +1657,13 @@ class Sizing(unittest.TestCase):
         held = float(re.search(r"a sequence holds .* ([\d,.]+) tokens", sized)[1].replace(",", ""))
         self.assertAlmostEqual(held, lesson.resident_tokens(chat), delta=0.06)
 
+    def test_too_few_requests_have_no_steady_state(self):
+        for n in (1, 200):
+            text = "ContextTokens,GeneratedTokens\n" + "9,9\n" * n
+            status, printed = call_main("--trace", "-", entered=text.encode())
+            self.assertEqual(status, 0)
+            self.assertIn("So few requests have no steady state", printed)
+
     def test_wrong_options_are_one_line_and_exit_2(self):
         with tempfile.TemporaryDirectory() as folder:
 
@@ -1705,16 +1715,16 @@ class Sizing(unittest.TestCase):
                 (["--trace", "x", "--gpus", "1"], b"", "only with --model FILE"),
                 (["--trace", os.path.join(folder, "absent")], b"", "No such file"),
                 (["--trace", folder], b"", "--trace .*"),
-                (["--trace", trace(b"")], b"", "no column ContextTokens"),
-                (["--trace", trace(b"ContextTokens\n1\n")], b"", "no column GeneratedTokens"),
+                (["--trace", trace(b"")], b"", "no requests"),
+                (["--trace", trace(b"ContextTokens\n1\n")], b"", "line 2 .* GeneratedTokens"),
                 (["--trace", trace(head)], b"", "no requests"),
-                (["--trace", trace(head + b"0,1,0\n")], b"", "line 2: .*GeneratedTokens 1 or more"),
-                (["--trace", trace(head + b"0,1,2\n0,1\n")], b"", "line 3: "),
-                (["--trace", trace(head + b"0,-1,2\n")], b"", "line 2: "),
-                (["--trace", trace(head + b"0,x,2\n")], b"", "line 2: "),
-                (["--trace", trace(b"\xff\xfe")], b"", "no text in UTF-8"),
+                (["--trace", trace(head + b"0,1,0\n")], b"", r"line 2 .*Tokens \(1 or more\)"),
+                (["--trace", trace(head + b"0,1,2\n0,1\n")], b"", "line 3 is not"),
+                (["--trace", trace(head + b"0,-1,2\n")], b"", "line 2 is not"),
+                (["--trace", trace(head + b"0,x,2\n")], b"", "line 2 is not"),
+                (["--trace", trace("a,b\n1,2\n".encode("utf-16"))], b"", "is not that of a CSV"),
                 (["--trace", trace(head + b"0,600000,2\n")], b"", "never fits 35,328 pages"),
-                (["--trace", trace(b"a" * 200_000)], b"", "larger than field limit"),
+                (["--trace", trace(b"a" * 200_000)], b"", "is not that of a CSV"),
             ):  # fmt: skip
                 with self.subTest(args), contextlib.redirect_stderr(io.StringIO()) as told:
                     self.assertEqual(call_main(*args, entered=entered), (2, ""))
@@ -1785,10 +1795,10 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
     (lambda: lesson.shortest_fetch(0), ValueError, "gb_per_s must be from"),
     (lambda: lesson.serve([], 0), ValueError, "pages must be from 1 to"),
     (lambda: lesson.serve([], 1, 0), ValueError, "page_tokens must be from 1 to"),
-    (lambda: lesson.serve([], 1, watermark=1.5), ValueError, "watermark must be from 0 to 1"),
+    (lambda: lesson.serve([], 1, watermark=1.5), ValueError, "watermark must be from 0 to 0.99"),
     (lambda: lesson.serve([], 1, watermark="1%"), TypeError, "watermark must be a number"),
     (lambda: lesson.serve([], 1, max_running=0), ValueError, "max_running must be from 1 to"),
-    (lambda: lesson.serve([], 1, watermark=1), ValueError, "watermark must be from 0 to less than"),
+    (lambda: lesson.serve([], 1, watermark=1), ValueError, "watermark must be from 0 to 0.99"),
     (lambda: lesson.serve([], 1, max_batched_tokens=0), ValueError, "max_batched_tokens must be f"),
     (lambda: lesson.serve([], 1, max_batched_tokens=8.5), TypeError, "max_batched_tokens must be"),
     (lambda: lesson.serve([], 1, step_seconds=0.1), TypeError, "step_seconds must be a function"),
@@ -2534,39 +2544,41 @@ class VerifyBites(unittest.TestCase):
 
         self.assertEqual(
             self.fault("paged", paged(spare=1)),
-            "paged([(2, 6)], budget_gib=0.0048828125): batch 1, yours 0",
+            "paged([(0, 5)], kv_per_token=11576279040): batch 1, yours 0",
         )
         self.assertEqual(
             self.fault("paged", lambda *args, **card: lesson.paged(args[0], 16, **card)),
-            "paged([(6, 0)], 128): held tokens 128, yours 16",
+            "paged([(0, 150000)], 96): held tokens 150,048, yours 150,000",
         )
         failing, _ = self.graded({"paged": floor_of_pages})
         self.assertEqual(failing[4], "paged(seq_lengths(4000), 16): batch 417, yours 423")
         for bug, story in (
             (
                 "a page leaks",
-                "p = PagePool(1, 5); a = p.allocate(1); p.release(a): p.held 0, yours 1",
+                "p = PagePool(4); a = p.allocate(1); p.release(a): p.held 0, yours 1",
             ),
             (
                 "shared pages freed",
-                "p = PagePool(4); a = p.allocate(1); b = p.fork(a, 1); p.release(a): p.held 1,"
+                "p = PagePool(2, 5); a = p.allocate(3); c = p.fork(a, 1); p.release(a): p.held 1,"
                 " yours 0",
             ),
             (
                 "no copy-on-write",
-                "p = PagePool(1); a = p.allocate(1); b = p.fork(a, 1); p.append(b, 10): OutOfPages,"
-                " yours none",
+                "p = PagePool(5, 5); a = p.allocate(1); p.append(a); d = p.fork(a, 2);"
+                " p.append(a, 1): a in 1 free pages, yours [0]",
             ),
             (
                 "copies what is not shared",
-                "p = PagePool(6, 2); a = p.allocate(1); p.append(a, 1): a in [0] and 0 free pages,"
+                "p = PagePool(3); a = p.allocate(7); p.append(a, 1): a in [0] and 0 free pages,"
                 " yours [1]",
             ),
-            ("shrinks", "q = PagePool(6, 2); a = q.allocate(0); p = PagePool(6, 2);"
-             " p.append(a, -1): an error, yours none"),
+            (
+                "shrinks",
+                "p = PagePool(1, 1); a = p.allocate(1); p.append(a, -1): an error, yours none",
+            ),
             (
                 "page size ignored",
-                "q = PagePool(5, 5); a = q.allocate(23): a in 5 free pages, yours [0, 1]",
+                "p = PagePool(6, 1); a = p.allocate(5): a in 5 free pages, yours [0]",
             ),
         ):  # fmt: skip
             self.assertEqual(self.fault("PagePool", SABOTAGE["PagePool"][bug]), story)
@@ -2580,14 +2592,14 @@ class VerifyBites(unittest.TestCase):
         few = "[(15, 3), (10, 4), (3, 6), (1, 2), (6, 12)]"
         self.assertEqual(
             self.fault("serve", never_preempts),
-            f"serve({few}, 5, page_tokens=4, max_running=4): steps 19, yours 14",
+            "serve([(3, 3), (8, 1)], 3, 4, max_batched_tokens=5): steps 5, yours 3",
         )
         self.assertEqual(
             self.fault("Scheduler", SABOTAGE["Scheduler"]["a page for the next token"]),
-            f"Scheduler(5, page_tokens=4, max_running=4) on {few}: preempted 1, yours 2",
+            f"Scheduler(5, 4, max_running=4) on {few}: preempted 1, yours 2",
         )
         self.assertEqual(
-            self.fault("contiguous", no_misfits), "contiguous([(10, 16)], 23): misfits 1, yours 0"
+            self.fault("contiguous", no_misfits), "contiguous([(20, 23)], 1): misfits 1, yours 0"
         )
 
     def test_the_error_of_a_pool_is_graded_too(self):
@@ -2604,7 +2616,7 @@ class VerifyBites(unittest.TestCase):
             )
         self.assertEqual(
             self.fault("seq_lengths", lambda n, seed=5: n),
-            "seq_lengths(4): must return (prompt, output) pairs, not 4",
+            "seq_lengths(5): must return (prompt, output) pairs, not 5",
         )
 
     def test_a_missing_parameter_is_named(self):
@@ -2612,7 +2624,10 @@ class VerifyBites(unittest.TestCase):
             "paged": (lambda requests, size=16: own_paged(requests, size), "kv_per_token"),
             "seq_lengths": (lambda n: lesson.seq_lengths(n), "seed"),
             "kv_gib": (lambda tokens: tokens * 327_680 / 2**30, "kv_per_token"),
-            "serve": (lambda requests, pages: lesson.serve(requests, pages), "watermark"),
+            "serve": (
+                lambda mine, pages, page=16: lesson.serve(mine, pages, page),
+                "max_batched_tokens",
+            ),
         }
         _, others = self.graded({name: mine for name, (mine, _) in lacking.items()})
         for name, (_, missing) in lacking.items():
@@ -2658,8 +2673,7 @@ class VerifyBites(unittest.TestCase):
         self.assertEqual(self.graded({"PagePool": Pool, "OutOfPages": OwnError}), ({}, {}))
         self.assertEqual(
             self.fault("PagePool", Pool),
-            "p = PagePool(1, 3); a = p.allocate(1); p.append(a, 3): OutOfPages, yours raises"
-            " OwnError()",
+            "p = PagePool(1, 1); a = p.allocate(2): OutOfPages, yours raises OwnError()",
         )
 
     def test_a_pool_that_is_half_done(self):
@@ -2757,7 +2771,7 @@ class Predict(unittest.TestCase):
         text = self.answered(1, "320 KiB")
         self.assertTrue(text.startswith("Guess 6 numbers before you read."))
         self.assertEqual([text.count(s) for s in ("your guess: ", "Spot on.")], [6, 6])
-        self.assertTrue(text.endswith("it is 4.16 there. Every guess is spot on."), text)
+        self.assertTrue(text.endswith("at 131,072 tokens. Every guess is spot on."), text)
 
     def test_it_reads_a_decimal_a_percentage_a_product_and_a_unit(self):
         for guesses in (
@@ -2826,7 +2840,7 @@ class Predict(unittest.TestCase):
             (2, "46.4%", "You are 2.00x too high. 128k tokens take 23.2%", 1),
             (3, "41.2%", "You are 2.00x too low. Reserving 8,192 tokens wastes 82.3%.", 2),
             (4, "604", "You are 99.94x too high. The batch grows 6.0x: 69 -> 417.", 3),
-            (5, "43%", "You are 2.01x too low. Sharing saves 86.6% on average, and 89.0%", 4),
+            (5, "43%", "You are 2.01x too low. Sharing saves 86.6% on average.", 4),
             (6, "9260000 GB/s", "You are far too high. Loading wins from 9.26 GB/s on", 5),
         ):
             with self.subTest(guess):
@@ -2841,8 +2855,7 @@ class Predict(unittest.TestCase):
         _, right = self.asked(lesson.parts(), skipped)
         for name, wrong in {
             "kv_bytes_per_token": 7168, "budget_share": 0.07, "contiguous": allocation,
-            "paged": allocation, "shared_prefix": allocation, "expected_saving": 0.07,
-            "break_even": 77.77,
+            "paged": allocation, "expected_saving": 0.07, "break_even": 77.77,
         }.items():  # fmt: skip
             parts = {**lesson.parts(), name: mock.Mock(return_value=wrong)}
             self.assertNotEqual(self.asked(parts, skipped)[1], right, name)
