@@ -56,7 +56,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
-from itertools import count, islice, starmap
+from itertools import count, islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -937,9 +937,9 @@ class Request:
 
     def __init__(self, prompt: int, output: int) -> None:
         self.prompt = prompt
-        self.length = prompt + output  # which the scheduler does not look at before it is reached
+        self.length = prompt + output  # tokens when it is done; no decision looks ahead to it
         self.known = prompt  # tokens: the prompt, and what has been generated
-        self.computed = 0  # of these, the tokens whose K and V are stored
+        self.computed = 0  # of these, the tokens whose K and V are stored: all but the newest
         self.decoding = False  # its prefill is done
         self.preempted = False  # it has lost its pages at some time
         self.sequence: Any = None  # its block table, while it runs
@@ -991,25 +991,27 @@ class Scheduler:
         self.waiting.append(Request(prompt, output))
 
     def step(self) -> Step:
-        """Make one step: those that run compute, those that wait may enter, all generate."""
+        """Make one step: those that run compute, those that wait may enter, then all generate."""
         pool, room = self.pool, self.max_batched_tokens
         scheduled: dict[Request, int] = {}  # how many tokens each computes
         preempted = entered = 0
 
-        # Those that run, the oldest first: each computes what it knows and has not computed.
+        # Those that run, the oldest first: each computes what it knows and has not computed. While
+        # there is no page for that, the newest of all that run is preempted, perhaps itself.
         for request in self.running:
             tokens = min(request.known - request.computed, room)
             while request.sequence and not self.fits(request, tokens):
-                self.preempt(self.running.pop())  # the newest of all that run
+                self.preempt(self.running.pop())  # the newest: it has not had its turn
                 preempted += 1
-            if request.sequence:
+            if request.sequence:  # None: it was the newest itself
                 scheduled[request] = self.compute(request, tokens)
                 room -= tokens
 
-        # Those that wait, from the front of the queue, unless somebody was preempted.
+        # Those that wait, from the front of the queue, unless somebody was preempted. All that the
+        # first one knows must fit, though it takes pages only for what it computes in this step.
         while self.waiting and not preempted and room and len(self.running) < self.max_running:
             request = self.waiting[0]
-            kept_free = self.kept_free if self.running else 0
+            kept_free = self.kept_free if self.running else 0  # or it might never enter
             if pages_for(request.known, pool.page_tokens) + kept_free > pool.free:
                 break
             self.running.append(self.waiting.popleft())
@@ -1017,11 +1019,13 @@ class Scheduler:
             tokens = min(request.known, room)
             scheduled[request] = self.compute(request, tokens)
             room -= tokens
-            entered += not request.preempted
+            if not request.preempted:
+                entered += 1
         running, held = len(self.running), pool.held
         prefills = {request: n for request, n in scheduled.items() if not request.decoding}
 
-        # Generate: one more token for each whose known tokens are now all computed.
+        # Generate: one more token for each whose known tokens are now all computed. Whoever has its
+        # whole output leaves, and its pages are free from the next step on.
         generated = 0
         for request in list(self.running):
             if request.computed == request.known:
@@ -1037,18 +1041,19 @@ class Scheduler:
         return Step(running, computed, generated, held, preempted, prefilled, reprefilled, entered)
 
     def fits(self, request: Request, tokens: int) -> bool:
-        """Whether there are pages for so many more tokens of a sequence that runs."""
+        """Whether there are pages for `tokens` more tokens of a request that runs."""
         pages = pages_for(request.computed + tokens, self.pool.page_tokens)
-        return pages - len(request.sequence.table) <= self.pool.free
+        new_pages = pages - len(request.sequence.table)
+        return new_pages <= self.pool.free
 
     def compute(self, request: Request, tokens: int) -> int:
-        """Store the K and V of so many more tokens of a sequence."""
+        """Store the K and V of `tokens` more tokens; a page is taken when the last one is full."""
         self.pool.append(request.sequence, tokens)
         request.computed += tokens
         return tokens
 
     def preempt(self, victim: Request) -> None:
-        """Take a sequence's pages away. It keeps its tokens, and waits in front of all others."""
+        """Take all pages of a request away. It keeps its tokens, and waits in front of others."""
         self.pool.release(victim.sequence)
         victim.sequence, victim.computed, victim.decoding = None, 0, False
         victim.preempted = True
@@ -1175,7 +1180,8 @@ def serve(
 ) -> Served:
     """Serve all requests on one replica with `pages` pages of KV, and count what it took.
 
-    All wait from the start, and `Scheduler` decides. The steady state is timed by
+    All wait from the start. `quick_steps`, behind the lesson's end, makes the steps of `Scheduler`
+    in less time; the tests compare the two. The steady state is timed by
     `step_seconds(tokens computed, tokens that the held pages have room for)`. With `prefix_caching`
     (vLLM's default) a preempted sequence finds its full pages again, from the first one on, as far
     as nobody has taken them: pages that are no full page of anybody are taken first, then those
@@ -1296,23 +1302,30 @@ BURST_WAITING = Spread(3404, 3756, 4017)
 REPREFILLED_AT_95 = Spread(782_182, 882_596.5, 976_033)
 
 LESSON_6 = """
-Three sequences on a pool of 8 pages, 16 tokens each. A line is a step of Scheduler:
+Three sequences on a pool of 8 pages of 16 tokens; the prompts have 46, 47 and 15 tokens. A line
+shows each after a step of Scheduler, as tokens computed: pages.
 
 {story}
 
-A sequence takes a page when its last one is full. If no page is free, the newest of all that run is
-preempted. It loses all its pages, and waits in front of all others. It comes back when all its
-tokens fit, and computes them again.
+A sequence takes a page for the first token that no longer fits its last one: the page that was
+freed last. If no page is free, the sequence that entered last is preempted, even if it is the one
+that needs the page. It loses all its pages, and waits in front of all others. It enters again in a
+later step, when all its tokens fit, and computes them again.
 
-So vLLM decides (V1, version 0.33): on 72 recorded workloads this scheduler makes the engine's own
-steps. Now 4,000 requests wait for {pages:,} pages, and a step computes at most {STEP_TOKENS:,}
-tokens. Chat is the workload; long swaps prompts and answers, and cuts answers at 4,096 tokens:
+So vLLM decides (V1, version 0.33, first come first served). On 72 recorded workloads without prefix
+caching this scheduler makes the same steps as the engine's. Other engines choose otherwise: SGLang
+preempts the sequence with the fewest tokens generated.
+
+Now 4,000 requests wait for {pages:,} pages, and a step computes at most {STEP_TOKENS:,} tokens
+(vLLM's default for a server on an H100). Chat is the workload; long swaps prompts and answers, and
+cuts answers at 4,096 tokens. "At most" is vLLM's max_num_seqs, "free" its watermark: the share of
+the pages that is kept free when a sequence enters.
 
 {sweep}
 
-"Again" is tokens prefilled again divided by tokens prefilled for the first time. All columns but
-"preempted" are the steady state: the flood of the start and the end, when nobody waits, are left
-out. "At most" is vLLM's max_num_seqs, "kept free" its watermark.
+"Again" is tokens prefilled again divided by tokens prefilled for the first time. "Preempted" counts
+the whole run. The other results are the steady state, without the first flood and the end, when
+nobody waits. Tok/s are the roofline's, at the hardware's peak.
 
 For long answers the onset is a cliff, for chat a slope. Allowing 500 costs long answers a fifth of
 the tokens/s, and chat a twentieth. (Seeds 0 to 49: {LOSS[long].least:g}% to {LOSS[long].most:g}%,
@@ -1414,25 +1427,27 @@ def b6(s: Parts, show: bool) -> Parts:
 def six_steps() -> str:
     """Three sequences on eight pages: one comes, one grows, one is preempted and comes back."""
     scheduler, lines = Scheduler(pages=8, page_tokens=16), []
-    names: dict[str, Request] = {}
+    requests: dict[str, Request] = {}
     arrivals = {1: {"a": (46, 5), "b": (47, 8)}, 2: {"c": (15, 6)}}
     remarks = (
-        "a and b enter", "c enters", "b's last page is full",
-        "no page for a: c is preempted", "a has its whole output", "c prefills again",
+        "a and b enter", "c enters", "b's 49th token takes page 7",
+        "a's 49th takes page 6 from c", "a leaves after this step", "c computes 15 + 2 again",
     )  # fmt: skip
     for step, remark in enumerate(remarks, 1):
         for name, (prompt, output) in arrivals.get(step, {}).items():
             scheduler.add(prompt, output)
-            names[name] = scheduler.waiting[-1]
+            requests[name] = scheduler.waiting[-1]
         scheduler.step()
-        where = {request: str(request.sequence.table) for request in scheduler.running}
-        where.update(dict.fromkeys(scheduler.waiting, "waits"))
-        tables = [where.get(names[name], "") if name in names else "" for name in "abc"]
-        held = f"{scheduler.pool.held} of {scheduler.pool.pages}"
-        lines.append((step, *tables, held, remark))
+        cells = dict.fromkeys("abc", "")
+        for name, request in requests.items():
+            if request in scheduler.running:
+                cells[name] = f"{request.computed}: {request.sequence.table}"
+            elif request in scheduler.waiting:
+                cells[name] = "waits"
+        lines.append((step, *cells.values(), remark))
     return table(
-        "    step  table of a    table of b    of c      held   what happened",
-        "{:>8}  {:<14}{:<14}{:<8}{:>6}   {}",
+        "    step  a                b                c          what happened",
+        "{:>8}  {:<17}{:<17}{:<11}{}",
         lines,
     )
 
@@ -1441,8 +1456,8 @@ def sweep_table(served: dict[tuple[str, int, float], Served]) -> str:
     """Both mixes in the steady state, with more and more sequences allowed to run."""
     spreads = [spread for mix in AGAIN.values() for spread in mix]
     return table(
-        "   mix at most kept free  running   held  preempted   again   seeds 0-49   tok/s",
-        "{:>6}{:>8}{:>10.0%}{:>9.1f}{:>7.1%}{:>11,}{:>8.1%}{:>13}{:>8,.0f}",
+        "   mix  at most  free   running   held   preempted   again   seeds 0-49    tok/s",
+        "{:>6}{:>9}{:>6.0%}{:>10.1f}{:>7.1%}{:>12,}{:>8.1%}{:>13}{:>9,.0f}",
         (
             (
                 mix, most, free, row.running, row.held, row.preempted, row.again,
@@ -1636,8 +1651,8 @@ def assembly(s: Parts) -> None:
     decode, decode_below = (
         rate(in_pages, clock)[1] / rate(reserved, clock)[1] for clock in (at_the_peak, below)
     )
-    with_prefill, with_prefill_below = worth_of_pages(
-        s, requests, reserved.batch, at_the_peak, below
+    with_prefill, with_prefill_below = (
+        worth_of_pages(s, requests, reserved.batch, clock) for clock in (at_the_peak, below)
     )
 
     pool_tokens, ridge = s["budget_tokens"](), s["ridge_tokens"]()
@@ -1670,24 +1685,15 @@ def worth_of_pages(
     s: Parts,
     requests: list[tuple[int, int]],
     reserved: int,
-    *clocks: Callable[[float, float], float],
-) -> list[float]:
-    """Tokens/s of pages with 5% kept free, over those of `reserved` running, by each of the clocks.
-
-    Prefill is in the same steps. Each server runs once, at a second a step, and is timed after it.
-    """
-    pages, rates = s["budget_tokens"]() // 16, []
-    for kept, most in ((0, reserved), (0.05, 500)):
-        steps: list[tuple[float, ...]] = []
-
-        def one_second(*step: float, steps: list[tuple[float, ...]] = steps) -> float:
-            steps.append(step)
-            return 1.0
-
-        served = s["serve"](requests, pages, 16, kept, most, STEP_TOKENS, one_second)
-        generated = served.tokens_per_s * len(steps)
-        rates.append([generated / sum(starmap(clock, steps)) for clock in clocks])
-    return [many / few for few, many in zip(*rates)]
+    step_seconds: Callable[[float, float], float],
+) -> float:
+    """Tokens/s of pages with 5% kept free, over those of `reserved` running, prefill included."""
+    pages = s["budget_tokens"]() // 16
+    few, many = (
+        s["serve"](requests, pages, 16, kept, most, STEP_TOKENS, step_seconds).tokens_per_s
+        for kept, most in ((0, reserved), (0.05, 500))
+    )
+    return float(many / few)
 
 
 def memory_bars(s: Parts, rows: dict[str, Allocation]) -> str:
@@ -2129,32 +2135,33 @@ def sized(
     fill_pool, fill_step = tokens / resident, NAIVE["step_fills"](requests, 8192)
     running = max(1, min(0.95 * fill_pool, fill_step))
     step_tokens, prompt = running * 8192 / fill_step, sum(p for p, _ in requests) / len(requests)
-    speeds = ((1, 1), (0.5, 0.8))
-    step_s, weights_s, first_token_s = (
+    step_ms, weights_ms, first_token_ms = (
         [
-            NAIVE["step_seconds"](
+            1000 * NAIVE["step_seconds"](
                 computed, held, tp * on_each, n_params, tflops * 1e12, gb_per_s, tp, mfu, mbu,
                 active_params, weight_bytes,
             )
-            for mfu, mbu in speeds
+            for mfu, mbu in ((1, 1), (0.5, 0.8))
         ]
         for computed, held in ((step_tokens, running * resident), (0, 0), (prompt, prompt))
     )  # fmt: skip
-    ridge = [
-        NAIVE["ridge_tokens"](
-            n_params, active_params, tflops * 1e12, gb_per_s, mfu, mbu, weight_bytes
-        )
-        for mfu, mbu in speeds
+    compute_ms = [
+        1000 * 2 * step_tokens * (active_params or n_params) / (tp * tflops * 1e12 * mfu)
+        for mfu in (1, 0.5)
     ]
     return {
-        "memory_gib": memory, "weights_gib": weights, "rest_gib": rest, "budget_gib": budget,
-        "bytes_on_each": on_each, "kv_per_token": tp * on_each, "tokens": tokens,
-        "resident": resident, "fill_pool": fill_pool, "fill_step": fill_step,
+        "memory_gib": memory, "used_gib": memory * utilization, "weights_gib": weights,
+        "rest_gib": rest, "budget_gib": budget, "bytes_on_each": on_each,
+        "kv_per_token": tp * on_each, "tokens": tokens, "resident": resident,
+        "fill_pool": fill_pool, "fill_step": fill_step,
         "max_num_seqs": max(1, math.ceil(min(fill_pool, fill_step))),
         "max_num_seqs_alone": max(1, int(min(fill_pool - 2 * fill_pool**0.5, fill_step))),
-        "running": running, "step_tokens": step_tokens, "ridge": ridge, "weights_s": weights_s,
-        "step_s": step_s, "tokens_per_s": [running / step for step in step_s],
-        "per_user": [1 / step for step in step_s], "first_token_s": first_token_s,
+        "running": running, "step_tokens": step_tokens, "held_tokens": running * resident,
+        "ridge": [step_tokens * x / y for x, y in zip(weights_ms, compute_ms)],
+        "weights_ms": weights_ms, "compute_ms": compute_ms,
+        "kv_ms": [step - max(both) for step, *both in zip(step_ms, weights_ms, compute_ms)],
+        "step_ms": step_ms, "tokens_per_s": [1000 * running / step for step in step_ms],
+        "per_user": [1000 / step for step in step_ms], "first_token_ms": first_token_ms,
     }  # fmt: skip
 
 
@@ -2220,6 +2227,7 @@ NAIVE: dict[str, Callable[..., Any]] = {
     "traffic": lambda requests: {
         "requests": len(requests), "prompt": sum(p for p, _ in requests) / len(requests),
         "output": sum(o for _, o in requests) / len(requests), "again": 0.0,
+        "prompt_per_output": sum(p for p, _ in requests) / sum(o for _, o in requests),
         "fill_pool": 565_248 / NAIVE["resident_tokens"](requests),
         "fill_step": NAIVE["step_fills"](requests, 8192),
         "least": min(
@@ -2988,6 +2996,11 @@ ALIASES = {  # other names of a setting, where a class reads them
 }
 DECODERS = ("text_config", "llm_config", "language_config", "thinker_config")  # where it may be
 GROUPS = ("attn_config", "linear_attn_config", "sparse_attention_config")  # of settings
+EVERY = """
+    num_hidden_layers num_attention_heads num_key_value_heads hidden_size head_dim v_head_dim
+    qk_rope_head_dim index_head_dim sliding_window layer_types per_layer_config
+    num_nextn_predict_layers
+"""  # what classes read unless the table denies it
 SHAPE = ("num_attention_heads", "num_key_value_heads", "head_dim")  # what a layer may have its own
 OTHERWISE = (
     "kv_bytes_per_token is right only where every layer keeps one K and one V of every token for"
@@ -3005,8 +3018,8 @@ KINDS = {
 }  # fmt: skip
 
 # layers, to be repeated (after a slash: what else the file may name) | model types
-#     | what the file must say | what else the class reads (name=value: where the file is silent;
-#     name:value: where a text_config is, which may leave out what its class has; -name: does not)
+#     | what the file must say | what else the class reads (name=value: where the file is silent),
+#     and with a minus what it does not read of EVERY
 # Null is as many KV heads as query heads, and as head_dim hidden size / query heads.
 MHA = "num_key_value_heads=null -num_key_value_heads -head_dim"
 GEMMA_4 = (
@@ -3015,15 +3028,14 @@ GEMMA_4 = (
 )
 TABLE = f"""
 F | apertus apertus1p5_text arcee aria_text cohere flex_olmo granite granitemoe granitemoeshared \
-    hyperclovax jais2 nanochat nemotron olmo olmo2 olmoe phi xverse | | num_key_value_heads=null
-F | llama | | num_key_value_heads=null num_hidden_layers:32 num_attention_heads:32 hidden_size:4096
+    hyperclovax jais2 llama nanochat nemotron olmo olmo2 olmoe phi xverse \
+    | | num_key_value_heads=null
 F | aquila arctic bailing_moe bailing_moe_v2 bitnet chameleon deepseek emu3_text_model \
     ernie4_5_moe ernie4_5_moe_vl ernie4_5_vl_moe_text git glm4_moe glm4v_moe_text glm4v_text \
     glm_ocr_text granite_docling_text internlm2 minicpm molmo orion phi3small \
     qwen3_omni_moe_text qwen3_vl_moe_text stablelm stablelm_epoch
-F | cosmos3_edge_text ernie4_5 glm glm4 helium hy_v3 internlm3 molmo2_text paddleocr_vl \
+F | cosmos3_edge_text ernie4_5 gemma glm glm4 helium hy_v3 internlm3 molmo2_text paddleocr_vl \
     paddleocr_vl_text qwen3_vl_text sarvam_moe seed_oss solar_open | head_dim
-F | gemma | head_dim | head_dim:256
 F | exaone | | num_layers
 F | falcon_h1 | | layers_block_type
 F | minimax_m2 | head_dim | attn_type_list
@@ -3046,16 +3058,12 @@ F | qwen | kv_channels | num_key_value_heads=null -num_key_value_heads
 F | chatglm | kv_channels | num_layers multi_query_attention multi_query_group_num {MHA}
 F/- | hunyuan hunyuan_v1_dense hunyuan_v1_moe \
     | | use_cla cla_share_factor attention_head_dim num_key_value_heads=null
-W | mistral | sliding_window | num_hidden_layers:32 num_attention_heads:32 num_key_value_heads:8 \
-    hidden_size:4096
-W | ministral | sliding_window
+W | ministral mistral | sliding_window
 W | ministral3 | sliding_window head_dim
 W | mixtral phi3_v phi4_multimodal phi4mm phimoe starcoder2
 W | phi3 | | num_key_value_heads=null
 /FW | dots1 | sliding_window | max_window_layers
-/FW | qwen2 | | use_sliding_window max_window_layers num_hidden_layers:32 num_attention_heads:32 \
-    num_key_value_heads:32 hidden_size:4096
-/FW | dots_ocr mimo qwen2_5_omni_text qwen2_5_vl qwen2_5_vl_text qwen2_vl qwen2_vl_text \
+/FW | dots_ocr mimo qwen2 qwen2_5_omni_text qwen2_5_vl qwen2_5_vl_text qwen2_vl qwen2_vl_text \
     | | use_sliding_window max_window_layers
 /FW | qwen3 | head_dim | use_sliding_window max_window_layers
 /FW | beam cwm flint gpt_oss kolibri1 laguna mellum muse_glimmer_text muse_spark_text vaultgemma \
@@ -3069,10 +3077,8 @@ W | phi3 | | num_key_value_heads=null
 /FW | gemma4_unified_text | head_dim | {GEMMA_4} sliding_window=1024
 /FW | step3p5 step3p7 | | num_attention_groups attention_other_setting head_dim=128
 /FW- | lara_mini lfm3 | sliding_window head_dim
-WF | gemma2 | sliding_window head_dim \
-    | num_attention_heads:8 num_key_value_heads:4 head_dim:256 sliding_window:4096
-WWWWWF | gemma3 gemma3_text | sliding_window head_dim \
-    | sliding_window_pattern num_attention_heads:8 num_key_value_heads:4 head_dim:256
+WF | gemma2 | sliding_window head_dim
+WWWWWF | gemma3 gemma3_text | sliding_window head_dim | sliding_window_pattern
 CCCF | llama4_text | attention_chunk_size head_dim | no_rope_layers no_rope_layer_interval
 /F- | qwen3_5_moe_text qwen3_5_text qwen3_next | head_dim | full_attention_interval
 /F- | granitemoehybrid minimax olmo_hybrid
@@ -3096,39 +3102,43 @@ UNTYPED = {  # families that publish no model_type, by their architectures
     "['LongcatFlashForCausalLM']": "longcat_flash",
     "['LongcatFlashNgramForCausalLM']": "longcat_flash",
 }
+HEADS_OF_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
+HEADS_OF_GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+TEXT_CONFIG = {  # what its class fills in where a text_config is silent, as published ones are
+    "llama": HEADS_OF_7B,
+    "mistral": {**HEADS_OF_7B, "num_key_value_heads": 8},
+    "qwen2": {**HEADS_OF_7B, "num_key_value_heads": 32},
+    "gemma": {"head_dim": 256},
+    "gemma2": {**HEADS_OF_GEMMA, "sliding_window": 4096},
+    "gemma3": HEADS_OF_GEMMA,
+    "gemma3_text": HEADS_OF_GEMMA,
+}
 
-
-def words(value: Any, i: int) -> str:
-    """A word for each layer."""
-    return KINDS[value[i]]
-
-
-def places(value: Any, i: int) -> str:
-    """The numbers of the full layers."""
-    return FULL if i in value else NOTHING
-
-
-def every(others: str) -> Callable[[Any, int], str]:
-    """Every n-th layer is full, and the others are of another kind."""
-    return lambda n, i: others if (i + 1) % n else FULL
-
-
-# What chooses the layers: from its value and the number of a layer to what that layer keeps.
-CHOOSING: dict[str, Callable[[Any, int], str]] = {
-    "layer_types": words, "layers_block_type": words, "hybrid_override_pattern": words,
-    "full_attention_interval": every(NOTHING), "layer_group_size": every(NOTHING),
-    "sliding_window_pattern": every(WINDOW), "global_attn_every_n_layers": every(WINDOW),
-    "no_rope_layer_interval": every(CHUNK),
+# What tells the layers apart. A list: a word or a mark for each.
+LISTS: dict[str, dict[Any, str]] = {
+    "layer_types": KINDS, "layers_block_type": KINDS, "hybrid_override_pattern": KINDS,
+    "attn_type_list": {0: NOTHING, 1: FULL}, "no_rope_layers": {0: FULL, 1: CHUNK},
+    "sparse_attention_freq": {0: FULL, 1: INDEXED},
+}  # fmt: skip
+# A number n: what layer i keeps.
+NUMBERS: dict[str, Callable[[int, int], str]] = {
+    "full_attention_interval": lambda n, i: NOTHING if (i + 1) % n else FULL,
+    "layer_group_size": lambda n, i: NOTHING if (i + 1) % n else FULL,
+    "sliding_window_pattern": lambda n, i: WINDOW if (i + 1) % n else FULL,
+    "global_attn_every_n_layers": lambda n, i: WINDOW if (i + 1) % n else FULL,
+    "no_rope_layer_interval": lambda n, i: CHUNK if (i + 1) % n else FULL,
     "max_window_layers": lambda n, i: WINDOW if i >= n else FULL,
     "cla_share_factor": lambda n, i: NOTHING if i % n else FULL,
-    "attn_layer_period": lambda n, i: NOTHING if i % n else FULL,  # counted from an offset
-    "attn_type_list": lambda marks, i: {0: NOTHING, 1: FULL}[marks[i]],
-    "no_rope_layers": lambda marks, i: {0: FULL, 1: CHUNK}[marks[i]],
-    "sparse_attention_freq": lambda marks, i: {0: FULL, 1: INDEXED}[marks[i]],
-    "full_attn_idxs": places, "attn_layer_indices": places,
-    "full_attn_layers": lambda value, i: places(value, i + 1),
-}  # fmt: skip
-PLACES = ("full_attn_idxs", "attn_layer_indices", "full_attn_layers")
+    "attn_layer_period": lambda n, i: NOTHING if i % n else FULL,  # i counts from an offset
+}
+# A list of the full layers, and the number of the first of all.
+PLACES = {"full_attn_idxs": 0, "attn_layer_indices": 0, "full_attn_layers": 1}
+CHOOSING = (*LISTS, *NUMBERS, *PLACES)
+OF_WINDOWS = ("sliding_window_pattern", "max_window_layers")  # moot where no window is used
+FLAGS = """
+    attention_k_eq_v multi_query multi_query_attention new_decoder_architecture use_cla use_mla
+    use_sliding_window
+"""
 # These tell of another architecture than the model_type, unless its class reads them.
 TELLTALES = """
     add_cross_attention attention_chunk_size attention_other_setting attn_layer_indices
@@ -3141,7 +3151,6 @@ TELLTALES = """
 """
 
 Config = Mapping[str, Any]
-SILENT = re.compile("(.+)([=:])(.+)")
 
 
 class Family(NamedTuple):
@@ -3150,7 +3159,7 @@ class Family(NamedTuple):
     layers: str
     must_say: list[str]
     reads: list[str]
-    silent: list[tuple[Any, ...]]
+    silent: dict[str, Any]
 
 
 def families() -> dict[str, Family]:
@@ -3158,8 +3167,10 @@ def families() -> dict[str, Family]:
     found = {}
     for row in TABLE.strip().splitlines():
         (layers,), names, must_say, others, *_ = (cell.split() for cell in f"{row}||".split("|"))
-        silent = [match.groups() for match in map(SILENT.fullmatch, others) if match]
-        reads = [*must_say, *others, *(name for name, _, _ in silent)]
+        usual = [name for name in EVERY.split() if f"-{name}" not in others]
+        reads = [*usual, *must_say, *(word for word in others if "=" not in word)]
+        fills = (word.split("=") for word in others if "=" in word)
+        silent = {name: json.loads(value) for name, value in fills}
         found.update(dict.fromkeys(names, Family(layers, must_say, reads, silent)))
     return found
 
@@ -3167,27 +3178,23 @@ def families() -> dict[str, Family]:
 FAMILIES = families()
 
 
-def dimension(config: Config, name: str, least: int = 1) -> int:
+def dimension(settings: Config, name: str, least: int = 1, most: int = 10**7) -> int:
     """A number of layers, heads, values or tokens, which the config must give."""
-    if name not in config:
+    if settings.get(name) is None:
         raise ValueError(f"config lacks {name}")
-    return whole(name, config[name], least, most=10_000 if name == "num_hidden_layers" else 10**7)
+    return whole(name, settings[name], least, most)
 
 
-def flag(config: Config, name: str) -> bool:
-    """A setting that is true or not."""
-    return config.get(name) is not None and truth(name, config[name])
-
-
-def decoder_of(config: Config) -> tuple[str, dict[str, Any]]:
+def decoder_of(config: Config) -> tuple[str, Config]:
     """The part of a config that is about the decoder, after where it stands ("": outside)."""
-    where, part = "", dict(config)
+    where, part = "", config
     while where.count(".") < 9:
         name = next((name for name in DECODERS if part.get(name) is not None), "")
-        if not name or flag(part, "is_encoder_decoder"):
+        if not name or part.get("is_encoder_decoder"):
             return where, part
-        inner = mapping(name, part[name])
-        where, part = f"{where}.{name}".lstrip("."), {"model_type": part.get("model_type"), **inner}
+        where = f"{where}.{name}".lstrip(".")
+        inner = {"model_type": part.get("model_type"), **mapping(name, part[name])}
+        part = {**TEXT_CONFIG.get(str(inner["model_type"]), {}), **inner}
     raise ValueError(f"config has {where}: its architecture is not supported")
 
 
@@ -3205,10 +3212,10 @@ def family_of(config: Config) -> Family:
     return FAMILIES[kind]
 
 
-def renamed(config: Config, row: Family) -> dict[str, Any]:
-    """What the class reads of some settings, under their usual names."""
-    settings = {name: value for name, value in config.items() if f"-{name}" not in row.reads}
-    for name in [name for name in row.reads if name in ALIASES and name in settings]:
+def read(said: Config, row: Family) -> dict[str, Any]:
+    """What the class reads, and under its usual name too if it has another."""
+    settings = {name: said[name] for name in row.reads if name in said}
+    for name in [name for name in settings if name in ALIASES]:
         value, usual = settings[name], ALIASES[name]
         other = settings.get(usual)
         if None not in (value, other) and value != other:
@@ -3217,173 +3224,189 @@ def renamed(config: Config, row: Family) -> dict[str, Any]:
     return settings
 
 
-def read(config: Config, row: Family, nested: bool) -> dict[str, Any]:
+def settings_of(config: Config, row: Family) -> dict[str, Any]:
     """The settings of a config as its class has them."""
-    settings = dict(config)
-    for group in [group for group in GROUPS if group in row.reads and config.get(group)]:
-        inner = mapping(group, config[group])
-        settings = {**{name: inner[name] for name in row.reads if name in inner}, **settings}
-    if "pairs_of_layers" in row.reads and "num_layers" in settings:  # LongCat: two attentions each
-        settings["num_layers"] = 2 * dimension(settings, "num_layers")
-    settings = renamed(settings, row)
-    for name, sign, value in row.silent:
-        if sign == "=" or nested:
-            settings.setdefault(name, json.loads(value))
+    said = dict(config)
+    for group in GROUPS:
+        if group in row.reads and config.get(group):
+            inner = mapping(group, config[group])
+            said = {**{name: inner[name] for name in row.reads if name in inner}, **said}
+    if "pairs_of_layers" in row.reads and "num_layers" in said:  # LongCat: two attentions each
+        said["num_layers"] = 2 * dimension(said, "num_layers")
+    listed = said.get("hybrid_override_pattern") or said.get("layers_block_type")
+    if "hybrid_override_pattern" in row.reads and isinstance(listed, (list, str)):
+        said.setdefault("num_hidden_layers", len(listed))  # Nemotron may list its layers only
+    settings = {**row.silent, **read(said, row)}
     for name in row.must_say:
         if name not in settings:
             raise ValueError(f"config lacks {name}")
+    for name in FLAGS.split():
+        if settings.get(name) is not None:
+            truth(name, settings[name])
     return settings
 
 
-def told_by(config: Config, name: str, layers: int) -> str:
+def told_by(settings: Config, name: str, layers: int) -> str:
     """What each layer keeps, by one setting."""
-    value, choose, first, fits = config[name], CHOOSING[name], 0, True
-    if name == "sliding_window_pattern" and isinstance(value, str):  # LLLG, as EXAONE has it
-        value, choose = (value * layers)[:layers], words
-    elif not isinstance(value, (list, str)):
-        value = dimension(config, name, least=int(name != "max_window_layers"))
-        fits = name != "layer_group_size" or layers % value == 0  # engines differ on the rest
-    if name == "attn_layer_period":
-        first = dimension(config, "attn_layer_offset", 0)
-    try:
-        kept = "".join(choose(value, i - first) for i in range(layers))
-    except (IndexError, KeyError, TypeError):
-        fits = False
-    else:
-        if name in PLACES:
-            fits = kept.count(FULL) == len(value)
-        elif isinstance(value, (list, str)):  # of all layers, or of those too that draft
-            fits = len(value) - layers in (0, config.get("num_nextn_predict_layers") or 0)
-    if not fits:
-        raise ValueError(f"{name} = {shown(value)} does not tell what {layers} layers keep")
+    value = settings[name]
+    if name in NUMBERS and not isinstance(value, (list, str)):
+        n = dimension(settings, name, least=int(name != "max_window_layers"))
+        first = dimension(settings, "attn_layer_offset", 0) if name == "attn_layer_period" else 0
+        if name != "layer_group_size" or layers % n == 0:  # engines differ on what remains
+            return "".join(NUMBERS[name](n, i - first) for i in range(layers))
+    elif name in PLACES and isinstance(value, list):
+        kept = [FULL if i + PLACES[name] in value else NOTHING for i in range(layers)]
+        if kept.count(FULL) == len(value):
+            return "".join(kept)
+    elif isinstance(value, (list, str)):
+        if name == "sliding_window_pattern":  # LLLG, as EXAONE has it
+            value = (value * layers)[:layers]
+        with contextlib.suppress(KeyError, TypeError):
+            kept = [LISTS.get(name, KINDS)[word] for word in value[:layers]]
+            # of all layers, or of those too that draft
+            if len(value) - layers in (0, settings.get("num_nextn_predict_layers") or 0):
+                return "".join(kept)
+    raise ValueError(f"{name} = {shown(value)} does not tell what {layers} layers keep")
+
+
+def kept_by(settings: Config, row: Family) -> str:
+    """What each layer keeps. Configs say so in several ways, which must not disagree."""
+    layers = dimension(settings, "num_hidden_layers", most=10_000)
+    if "pairs_of_layers" in row.reads and layers % 2:
+        raise ValueError(f"num_hidden_layers = {layers} must be even, two for each of num_layers")
+    pattern, window = row.layers.split("/")[0], settings.get("sliding_window")
+    ways = [name for name in CHOOSING if name in row.reads]
+    if "use_sliding_window" in row.reads and not settings.get("use_sliding_window"):
+        window = None
+    if window is None:
+        ways = [name for name in ways if name not in OF_WINDOWS]
+        pattern = FULL if set(row.layers) <= {FULL, WINDOW, "/"} else pattern
+    elif WINDOW not in row.layers:
+        raise ValueError(f"sliding_window = {shown(window)} is not supported for its model_type")
+    if settings.get("use_cla"):
+        dimension(settings, "cla_share_factor")
+    elif "use_cla" in row.reads:
+        ways.remove("cla_share_factor")
+
+    told = [name for name in ways if settings.get(name) not in (None, [])]
+    if not told and not pattern:
+        raise ValueError(f"config lacks {ways[-1]}")
+    kept = told_by(settings, told[0], layers) if told else (pattern * layers)[:layers]
+    for name in told[1:]:
+        if told_by(settings, name, layers) != kept:
+            raise ValueError(f"{name} contradicts {told[0]}")
+    if WINDOW in kept and window is None:
+        raise ValueError(f"{told[0]} has sliding layers, but sliding_window is absent or not used")
+    if not {FULL, *row.layers}.issuperset(kept):
+        raise ValueError(f"{told[0]} has layers of a kind that its model_type does not have")
     return kept
 
 
-def layers_of(config: Config, row: Family) -> str:
-    """What each layer keeps. Configs say so in several ways, which must not disagree."""
-    listed = config.get("hybrid_override_pattern") or config.get("layers_block_type")
-    if "hybrid_override_pattern" in row.reads and isinstance(listed, (list, str)):
-        config = {"num_hidden_layers": len(listed), **config}  # Nemotron may list its layers only
-    layers = dimension(config, "num_hidden_layers")
-    if "pairs_of_layers" in row.reads and layers % 2:
-        raise ValueError(f"num_hidden_layers = {layers} must be even, two for each of num_layers")
-    pattern = row.layers.split("/")[0]
-    slides = config.get("sliding_window") is not None
-    if "use_sliding_window" in row.reads:
-        slides = slides and flag(config, "use_sliding_window")
-    if slides and WINDOW not in row.layers:
-        window = shown(config["sliding_window"])
-        raise ValueError(f"sliding_window = {window} is not supported for its model_type")
-    moot = set() if slides else {"sliding_window_pattern", "max_window_layers"}
-    if not flag(config, "use_cla"):
-        moot.add("cla_share_factor")
-    elif "use_cla" in row.reads:
-        dimension(config, "cla_share_factor")
-    ways = [name for name in CHOOSING if name in {"layer_types", *row.reads} - moot]
-    told = {
-        name: told_by(config, name, layers) for name in ways if config.get(name) not in (None, [])
-    }
-    if not slides and set(row.layers) <= {FULL, WINDOW, "/"}:
-        pattern = FULL
-    if not told and not pattern:
-        raise ValueError(f"config lacks {ways[-1]}")
-    kept = next(iter(told.values()), (pattern * layers)[:layers])
-    for name, other in told.items():
-        if other != kept:
-            raise ValueError(f"{name} contradicts {next(iter(told))}")
-        if WINDOW in kept and not slides:
-            raise ValueError(f"{name} has sliding layers, but sliding_window is absent or not used")
-        if not {FULL, *row.layers}.issuperset(kept):
-            raise ValueError(f"{name} has layers of a kind that its model_type does not have")
-    if "global_head_dim" in row.reads:  # Gemma 4, whose class mends what the file says
-        masked = config.get("use_bidirectional_attention")
-        if masked not in (None, False, "vision") or kept[-1] != FULL:
-            masked = shown(masked)
-            raise ValueError(
-                f"use_bidirectional_attention = {masked} or a last layer with a window is not"
-                " supported"
-            )
-    shared = whole("num_kv_shared_layers", config.get("num_kv_shared_layers") or 0, 0, layers - 1)
-    return kept[: layers - shared]  # the last ones read the KV of others
-
-
-def exceptions(config: Config, row: Family, layers: str) -> dict[int, dict[str, Any]]:
-    """The settings that single layers have of their own, by layer."""
-    if config.get("per_layer_config") is not None:  # as transformers 5.15 and later save it
+def own_shapes(settings: Config, row: Family, kept: str) -> dict[int, Config]:
+    """What single layers have of their own, by layer."""
+    gemma_4 = "global_head_dim" in row.reads
+    masked = settings.get("use_bidirectional_attention")
+    if gemma_4 and (masked not in (None, False, "vision") or kept[-1] != FULL):
+        raise ValueError(  # its class mends what the file says
+            f"use_bidirectional_attention = {shown(masked)} or a last layer with a window is not"
+            " supported"
+        )
+    if settings.get("per_layer_config") is not None:  # as transformers 5.15 and later save it
         own = {}
-        for place, settings in mapping("per_layer_config", config["per_layer_config"]).items():
-            odd = [name for name in mapping("per_layer_config", settings) if name not in SHAPE]
+        for place, shape in mapping("per_layer_config", settings["per_layer_config"]).items():
+            odd = [name for name in mapping("per_layer_config", shape) if name not in SHAPE]
             if odd:
                 raise ValueError(f"per_layer_config has {shown(odd[0])}, which is not supported")
             i = int(place) if isinstance(place, str) and place.isdecimal() else place
-            most = dimension(config, "num_hidden_layers") - 1
-            own[whole("a layer in per_layer_config", i, 0, most)] = dict(settings)
+            own[whole("a layer in per_layer_config", i, 0, len(kept) - 1)] = shape
         return own
-    kind, shape = WINDOW, config.get("attention_other_setting")  # Step
-    if "global_head_dim" in row.reads:  # Gemma 4
-        kind, shape = FULL, {"head_dim": dimension(config, "global_head_dim")}
-        if flag(config, "attention_k_eq_v"):
-            shape["num_key_value_heads"] = config.get("num_global_key_value_heads")
-    if shape is None:
-        return {}
-    shape = renamed(mapping("attention_other_setting", shape), row)
+    kind, shape = WINDOW, settings.get("attention_other_setting") or {}  # Step
+    if gemma_4:
+        kind, shape = FULL, {"head_dim": dimension(settings, "global_head_dim")}
+        if settings.get("attention_k_eq_v"):
+            shape["num_key_value_heads"] = settings.get("num_global_key_value_heads")
+    shape = read(mapping("attention_other_setting", shape), row)
     shape = {name: shape[name] for name in SHAPE if shape.get(name) is not None}
-    return {i: shape for i, keeps in enumerate(layers) if keeps == kind}
+    return {i: shape for i, keeps in enumerate(kept) if keeps == kind}
 
 
-MULTI_QUERY = {  # what says that all query heads share one KV head
-    "multi_query": True, "multi_query_attention": True, "attention_head_type": "multiquery",
-    "attn_type": "multiquery_attention",
-}  # fmt: skip
-
-
-def kv_heads_of(config: Config, row: Family, heads: int) -> int:
+def kv_heads_of(settings: Config, heads: int) -> int:
     """How many KV heads serve the query heads: as many (MHA), fewer (GQA) or one (MQA)."""
-    stated = config.get("num_key_value_heads", 0) is not None
-    single = any(
-        flag(config, name) if word is True else config.get(name) == word
-        for name, word in MULTI_QUERY.items()
-        if name in row.reads
+    if settings.get("multi_query") and not settings.get("new_decoder_architecture"):
+        return 1  # Falcon 7B states all its heads, and has one
+    single = (
+        settings.get("multi_query_attention") is True
+        or settings.get("attention_head_type") == "multiquery"
+        or settings.get("attn_type") == "multiquery_attention"
     )
-    if "new_decoder_architecture" in row.reads:  # Falcon 7B states all its heads, and has one
-        single = single and not flag(config, "new_decoder_architecture")
-        stated = stated and not single
-    if "multi_query_group_num" in row.reads:  # ChatGLM
-        stated = stated and single
-    kv_heads = dimension(config, "num_key_value_heads") if stated else 1 if single else heads
+    moot = "multi_query_group_num" in settings and not single  # ChatGLM
+    if moot or settings.get("num_key_value_heads", 0) is None:
+        return 1 if single else heads
+    kv_heads = dimension(settings, "num_key_value_heads")
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads = {kv_heads} does not divide the {heads} heads")
     return kv_heads
 
 
-def values_of(config: Config, row: Family, index: bool, tp: int) -> int:
-    """Values of KV that a layer keeps of a token, on each of `tp` GPUs."""
-    latent = "kv_lora_rank" in row.reads
-    if "use_mla" in row.reads and config.get("use_mla") is False:
-        latent = False
-        if config["kv_lora_rank"]:
-            raise ValueError("use_mla = False contradicts kv_lora_rank")
-    heads = dimension(config, "num_attention_heads") if tp > 1 or not latent else tp
+class Layer(NamedTuple):
+    """What one layer keeps on each GPU."""
+
+    values: int  # of a token
+    words: str  # how they come about
+    most: float  # tokens
+
+
+def layer_of(settings: Config, kind: str, tp: int) -> Layer:
+    """What a layer with these settings keeps on each of `tp` GPUs."""
+    latent = "kv_lora_rank" in settings and settings.get("use_mla") is not False
+    if not latent and settings.get("kv_lora_rank"):
+        raise ValueError("use_mla = False contradicts kv_lora_rank")
+    heads = dimension(settings, "num_attention_heads") if tp > 1 or not latent else tp
     if heads % tp:
         raise ValueError(f"tp = {tp} does not divide the {heads} query heads")
     if latent:
-        return dimension(config, "kv_lora_rank") + dimension(config, "qk_rope_head_dim")
-    kv_heads = kv_heads_of(config, row, heads)
-    if config.get("head_dim") is not None:
-        head_dim = dimension(config, "head_dim")
-    else:
-        hidden = dimension(config, "hidden_size")
-        head_dim = hidden // heads
+        rank, rope = dimension(settings, "kv_lora_rank"), dimension(settings, "qk_rope_head_dim")
+        return Layer(rank + rope, f"({rank} + {rope})", math.inf)
+    kv_heads = kv_heads_of(settings, heads)
+    if kv_heads % tp and tp % kv_heads:
+        raise ValueError(f"tp = {tp} neither divides the {kv_heads} KV heads nor is a multiple")
+    if settings.get("head_dim") is None:
+        hidden = dimension(settings, "hidden_size")
         if hidden % heads:
             raise ValueError(
                 f"config lacks head_dim, and hidden_size = {hidden} is no multiple of {heads} heads"
             )
-    if config.get("v_head_dim") not in (None, 0, head_dim):
-        raise ValueError(f"v_head_dim = {shown(config['v_head_dim'])} is not the {head_dim} of K")
-    if kv_heads % tp and tp % kv_heads:
-        raise ValueError(f"tp = {tp} neither divides the {kv_heads} KV heads nor is a multiple")
-    values = 2 * max(1, kv_heads // tp) * head_dim
-    return values + dimension(config, "index_head_dim") if index else values
+        head_dim = hidden // heads
+    else:
+        head_dim = dimension(settings, "head_dim")
+    if settings.get("v_head_dim") not in (None, 0, head_dim):
+        raise ValueError(f"v_head_dim = {shown(settings['v_head_dim'])} is not the {head_dim} of K")
+    on_each = max(1, kv_heads // tp)
+    values, words = 2 * on_each * head_dim, f"2 x {on_each} KV heads x {head_dim}"
+    if kind == INDEXED:
+        key = dimension(settings, "index_head_dim")
+        return Layer(values + key, f"({words} + {key})", math.inf)
+    limit = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(kind)
+    return Layer(values, words, dimension(settings, limit) if limit else math.inf)
+
+
+def layers_of(config: Config, tp: int = 1) -> list[Layer]:
+    """The layers that keep KV, by a model's config.json."""
+    where, part = decoder_of(config)
+    try:
+        row = family_of(part)
+        settings = settings_of(part, row)
+        kept = kept_by(settings, row)
+        own = own_shapes(settings, row, kept)
+        shared = settings.get("num_kv_shared_layers") or 0  # the last ones read the KV of others
+        writers = len(kept) - whole("num_kv_shared_layers", shared, 0, len(kept) - 1)
+        return [
+            layer_of({**settings, **own.get(i, {})}, kind, tp)
+            for i, kind in enumerate(kept[:writers])
+            if kind != NOTHING
+        ]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"in {where}: {error}" if where else str(error)) from None
 
 
 def kv_bytes(config: Config, tokens: int = 1, dtype_bytes: float | None = None, tp: int = 1) -> int:
@@ -3411,21 +3434,8 @@ def kv_bytes(config: Config, tokens: int = 1, dtype_bytes: float | None = None, 
     >>> kv_bytes(config), kv_bytes(config, tokens=1000, dtype_bytes=1), kv_bytes(config, tp=4)
     (131072, 65536000, 32768)
     """
-    where, part = decoder_of(config)
-    try:
-        row = family_of(part)
-        part = read(part, row, nested=bool(where))
-        layers = layers_of(part, row)
-        own = exceptions(part, row, layers)
-        values = 0
-        for i, kind in enumerate(layers):
-            if kind != NOTHING:
-                most = {WINDOW: "sliding_window", CHUNK: "attention_chunk_size"}.get(kind)
-                held = min(tokens, dimension(part, most)) if most else tokens
-                values += values_of({**part, **own.get(i, {})}, row, kind == INDEXED, tp) * held
-        return math.ceil(values * (2 if dtype_bytes is None else dtype_bytes))
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"in {where}: {error}" if where else str(error)) from None
+    kept = sum(layer.values * min(tokens, layer.most) for layer in layers_of(config, tp))
+    return math.ceil(kept * (2 if dtype_bytes is None else dtype_bytes))
 
 
 LARGEST = 2**24  # bytes of a config.json; real ones have thousands
@@ -3453,13 +3463,11 @@ def config_at(path: str) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(contents("--model", path, LARGEST))
     except (MemoryError, RecursionError):
         raise UsageError(f"--model {path}: too large or nested too deeply") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"--model {path}: not JSON: no text in UTF-8, UTF-16 or UTF-32") from None
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
         raise UsageError(f"--model {path}: not JSON: wrong at {where}") from None
-    except ValueError as error:  # a number of too many digits
-        raise UsageError(f"--model {path}: {error}") from None
+    except ValueError as error:  # no text, or a number of too many digits
+        raise UsageError(f"--model {path}: not JSON: {error}") from None
     return config
 
 
@@ -3483,8 +3491,7 @@ def model_table(path: str, config: Any, budget_gib: float | None, s: Parts) -> N
         pages = budget // per_token // 16
         say(f"{budget_gib:g} GiB are {pages:,} pages of 16 tokens that every layer keeps.")
     say(
-        """One copy of the KV, in GiB of 2^30 bytes, at the width that the dtype names; where it
-        names none or float32, 2 bytes a value, as engines run those. A GPU of a tensor-parallel
+        """One copy of the KV, in GiB of 2^30 bytes, at 2 bytes a value. A GPU of a tensor-parallel
         replica holds less, and repeats what it cannot split: kv_bytes(config, tp=...) says."""
     )
 
@@ -3522,15 +3529,24 @@ REST_SHARE = 0.05  # of a card, for all but weights and KV: in block 1 it is 15.
 UTILIZATION = 0.92  # vLLM's default
 KEPT_FREE = 0.05  # the watermark of block 6's rule
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-REACHED = {"peak": (1.0, 1.0), "50%, 80%": (0.5, 0.8)}  # of FLOP/s and of bandwidth
 
-Range = tuple[float, ...]  # a figure at each of REACHED
+
+class Range(NamedTuple):
+    """A figure at the hardware's peak, and at 50% MFU and 80% of the bandwidth."""
+
+    peak: float
+    below: float
+
+    def __format__(self, _: str) -> str:
+        """Two columns of a recipe."""
+        return f"{figure(self.peak):>7}{figure(self.below):>10}"
 
 
 class Deployment(NamedTuple):
-    """A replica sized for its traffic, in the order in which a pencil gets there."""
+    """A replica sized for its traffic: what its recipe calculates, in the same order."""
 
     memory_gib: float  # of all its GPUs, as the runtime reports it
+    used_gib: float
     weights_gib: float
     rest_gib: float  # activations, CUDA graphs, communication: assumed, unless given
     budget_gib: float  # what is left for KV
@@ -3545,12 +3561,15 @@ class Deployment(NamedTuple):
     max_num_seqs_alone: int  # for an engine that cannot keep pages free
     running: float  # sequences, with 5% kept free
     step_tokens: float  # what they compute in a step
+    held_tokens: float  # whose KV they read
     ridge: Range  # tokens a step from which computing takes longer than reading the weights
-    weights_s: Range  # seconds of reading the weights
-    step_s: Range  # seconds of a step
+    weights_ms: Range
+    compute_ms: Range
+    kv_ms: Range
+    step_ms: Range
     tokens_per_s: Range
     per_user: Range  # tokens/s of one sequence
-    first_token_s: Range  # seconds to the first token of a mean prompt, on an idle server
+    first_token_ms: Range  # of a mean prompt, on an idle server
 
 
 def size(
@@ -3582,18 +3601,15 @@ def size(
     >>> l4.tokens, round(l4.fill_pool, 1), l4.limit
     (34480, 15.3, 'KV memory')
     """
-    gib, gb_per_s, tflops = card
     if active_params is None and experts(config):
         raise ValueError(f"active_params is missing: config has {experts(config)}, and uses a few")
     if active_params is not None and active_params > n_params:
         raise ValueError(f"active_params = {active_params:g} is more than all {n_params:g}")
     requests = list(requests)
     resident = resident_tokens(requests)
-    prompt = sum(prompt for prompt, _ in requests) / len(requests)
 
-    memory = tp * gib
-    weights = n_params * weight_bytes / GIB
-    rest = tp * (REST_SHARE * gib if rest_gib is None else rest_gib)
+    memory, weights = tp * card.gib, n_params * weight_bytes / GIB
+    rest = tp * (REST_SHARE * card.gib if rest_gib is None else rest_gib)
     budget = memory * utilization - weights - rest
     if budget <= 0:
         raise ValueError(
@@ -3604,153 +3620,129 @@ def size(
     on_each = math.ceil(kv_bytes(config, length, dtype_bytes, tp) / length)
     if not on_each:
         raise ValueError("no layer keeps KV: its memory is never the limit")
-    tokens = budget_tokens(budget, tp * on_each)
-    longest = max(prompt + output for prompt, output in requests)
+    kv_per_token = tp * on_each
+    tokens = budget_tokens(budget, kv_per_token)
+    longest = max(map(sum, requests))
     if longest > tokens:
         raise ValueError(f"a request of {longest:,} tokens never fits a pool of {tokens:,}")
 
     fill_pool, fill_step = tokens / resident, step_fills(requests, STEP_TOKENS)
+    alone = min(fill_pool - 2 * math.sqrt(fill_pool), fill_step)
     running = max(1, min((1 - KEPT_FREE) * fill_pool, fill_step))
-    step_tokens = running * STEP_TOKENS / fill_step
-    speeds: list[Parts] = [
-        {
+    step_tokens, held_tokens = running * STEP_TOKENS / fill_step, running * resident
+    prompt = sum(prompt for prompt, _ in requests) / len(requests)
+
+    def pace(mfu: float, mbu: float) -> tuple[float, ...]:
+        speed: Parts = {
             "n_params": n_params, "active_params": active_params, "weight_bytes": weight_bytes,
-            "flops_per_gpu": tflops * 1e12, "gb_per_s": gb_per_s, "mfu": mfu, "mbu": mbu,
-        }
-        for mfu, mbu in REACHED.values()
-    ]  # fmt: skip
+            "flops_per_gpu": card.tflops * 1e12, "gb_per_s": card.gb_per_s, "mfu": mfu, "mbu": mbu,
+        }  # fmt: skip
 
-    def seconds(tokens: float, held_tokens: float) -> Range:
-        kv = tp * on_each
-        return tuple(step_seconds(tokens, held_tokens, kv, tp=tp, **speed) for speed in speeds)
+        def ms(tokens: float, held_tokens: float) -> float:
+            return 1000 * step_seconds(tokens, held_tokens, kv_per_token, tp=tp, **speed)
 
-    step_s = seconds(step_tokens, running * resident)
+        ridge, weights, step = ridge_tokens(**speed), ms(0, 0), ms(step_tokens, held_tokens)
+        return (
+            ridge, weights, weights * step_tokens / ridge, ms(0, held_tokens) - weights, step,
+            1000 * running / step, 1000 / step, ms(prompt, prompt),
+        )  # fmt: skip
+
     return Deployment(
-        memory, weights, rest, budget, on_each, tp * on_each, tokens, resident,
-        fill_pool, fill_step, "KV memory" if fill_pool <= fill_step else "the step",
-        max(1, math.ceil(min(fill_pool, fill_step))),
-        max(1, int(min(fill_pool - 2 * math.sqrt(fill_pool), fill_step))),
-        running, step_tokens,
-        ridge=tuple(ridge_tokens(**speed) for speed in speeds),
-        weights_s=seconds(0, 0),
-        step_s=step_s,
-        tokens_per_s=tuple(running / step for step in step_s),
-        per_user=tuple(1 / step for step in step_s),
-        first_token_s=seconds(prompt, prompt),
+        memory, memory * utilization, weights, rest, budget, on_each, kv_per_token, tokens,
+        resident, fill_pool, fill_step, "KV memory" if fill_pool <= fill_step else "the step",
+        max(1, math.ceil(min(fill_pool, fill_step))), max(1, int(alone)),
+        running, step_tokens, held_tokens, *map(Range, pace(1, 1), pace(0.5, 0.8)),
     )  # fmt: skip
 
 
 def experts(config: Config) -> str:
     """What a config says of a mixture of experts, or nothing."""
-    for part in (config, *config.values()):
-        for name in EXPERTS if isinstance(part, Mapping) else ():
-            if isinstance(part.get(name), int) and part[name] > 1:
-                return f"{name} = {part[name]}"
-    return ""
+    _, decoder = decoder_of(config)
+    many = (name for name in EXPERTS if isinstance(decoder.get(name), int) and decoder[name] > 1)
+    return next((f"{name} = {decoder[name]}" for name in many), "")
 
 
 def card_of(name: str, value: Any) -> Card:
     """A card by its name, or from its GiB, GB/s and dense TFLOP/s."""
     if isinstance(value, str):
-        found = {known.lower(): card for known, card in CARDS.items()}.get(value.lower())
-        if found is None:
-            raise ValueError(
-                f"{name} must be GiB,GB/s,TFLOP/s (dense) or {', '.join(CARDS)}, not {value!a}"
-            )
-        return found
+        known = {known.lower(): card for known, card in CARDS.items()}
+        if value.lower() in known:
+            return known[value.lower()]
+        names = ", ".join(CARDS)
+        raise ValueError(f"{name} must be GiB,GB/s,TFLOP/s (dense) or {names}, not {value!a}")
     try:
         gib, gb_per_s, tflops = value
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be (GiB, GB/s, TFLOP/s), not {shown(value)}") from None
-    return Card(
-        number(f"{name} GiB", gib, 1e-3, 1e6),
-        number(f"{name} GB/s", gb_per_s, 1e-3, 1e9),
-        number(f"{name} TFLOP/s", tflops, 1e-3, 1e9),
-    )
+    figures = {"GiB": gib, "GB/s": gb_per_s, "TFLOP/s": tflops}
+    return Card(*(number(f"{name} {unit}", x, 1e-3, 1e6) for unit, x in figures.items()))
 
 
-def bytes_in_words(config: Config, width: float, tp: int, on_each: int) -> str:
-    """How a token's bytes on one GPU come about, where plain settings of the config say it."""
-    nested = (part for part in config.values() if isinstance(part, dict) and "hidden_size" in part)
-    said: Any = next(nested, config)
-    layers = said.get("num_hidden_layers")
-    with contextlib.suppress(Exception):
-        if said.get("kv_lora_rank"):
-            latent, rope = said["kv_lora_rank"], said["qk_rope_head_dim"]
-            values, words = layers * (latent + rope), f"{layers} layers x ({latent} + {rope})"
-        else:
-            heads = max(1, said["num_key_value_heads"] // tp)
-            head_dim = said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]
-            values = 2 * layers * heads * head_dim
-            words = f"2 x {layers} layers x {heads} KV heads x {head_dim}"
-        if values * width == on_each:
-            return f"{words} x {width:g} B"
+def bytes_in_words(config: Config, width: float, tp: int) -> str:
+    """How a token's bytes on one GPU come about, where all layers that keep some are alike."""
+    layers = layers_of(config, tp)
+    _, words, most = layers[0]
+    if layers == [layers[0]] * len(layers) and most == math.inf:
+        return f"{len(layers)} layers x {words} x {width:g} B"
     return f"kv_bytes(config, tp={tp}), from its class"
+
+
+RECIPE = """\
+  each: {card.gib:g} GiB, {tb_per_s:g} TB/s, {card.tflops:g} TFLOP/s (what is printed is rounded)
+
+memory shown | {tp} x {card.gib:.2f} | {memory_gib:.2f} GiB
+of it in use | {memory_gib:.2f} x {utilization:g} | {used_gib:.2f} GiB
+weights | {params} x {weight_bytes:g} B / 2^30 | {weights_gib:.2f} GiB
+the rest, {rest_is} | {rest} | {rest_gib:.2f} GiB
+KV budget | {used_gib:.2f} - {weights_gib:.2f} - {rest_gib:.2f} | {budget_gib:.2f} GiB
+a token, each GPU | {token} | {bytes_on_each:,} B
+a token, in all | {tp} x {bytes_on_each:,} | {kv_per_token:,} B
+tokens that fit | {budget_gib:.2f} x 2^30 / {kv_per_token:,} | {tokens:,}
+a sequence holds | {prompt_and_half} + 16 / 2 | {resident:,.1f} tokens
+fill the pool | {tokens:,} / {resident:,.1f} | {fill_pool:,.1f} sequences
+fill a step | {STEP_TOKENS:,} / (1 + {prompt} / {output}) | {fill_step:,.1f} sequences
+the limit | the lesser of the two | {limit}
+
+  THE SETTING, with max_num_batched_tokens {STEP_TOKENS:,}
+watermark | pages kept free, where the engine can | {KEPT_FREE}
+max_num_seqs | the lesser of the two, rounded up | {max_num_seqs:,}
+without watermark | {pool} - 2 x sqrt({pool}){most} | max_num_seqs {max_num_seqs_alone:,}
+so there run | {unreserved:g} x {pool}{most} | {running:,.1f} sequences
+a step computes | {running:,.1f} x (1 + {prompt} / {output}) | {step_tokens:,.1f} tokens
+a step reads KV of | {running:,.1f} x {resident:,.1f} | {held_tokens:,.0f} tokens
+
+                                                                      peak  50%, 80%
+ridge, tokens | {card.tflops:g} / {tb_per_s:g}{wider}{sparse} | {ridge}
+read weights, ms | {params} x {weight_bytes:g} / ({tp} x {tb_per_s:g}e12) | {weights_ms}
+compute, ms | {step_tokens:,.1f} / ridge x that | {compute_ms}
+read KV, ms | {held_tokens:,.0f} x {kv_per_token:,} / ({tp} x {tb_per_s:g}e12) | {kv_ms}
+a step, ms | the longer of the first two, + KV | {step_ms}
+tokens/s | {running:,.1f} / a step | {tokens_per_s}
+tokens/s, a user | 1 / a step | {per_user}
+first token, ms | a step of {prompt} tokens: idle server | {first_token_ms}
+"""
 
 
 def recipe(config: Config, given: Parts, d: Deployment) -> None:
     """Print how `d` = size(config, **given) comes about: a line for each number, its name first."""
-    gib, gb_per_s, tflops = given["card"]
-    tp, each, rest = given["tp"], given["weight_bytes"], given["rest_gib"]
-    params = billions(given["n_params"])
-    active = billions(given["active_params"] or given["n_params"])
+    tp, each, rest, n_params = (given[x] for x in ("tp", "weight_bytes", "rest_gib", "n_params"))
+    active, width = given["active_params"] or n_params, given["dtype_bytes"] or DTYPE
     prompt, output = (f"{sum(column) / len(column):,.6g}" for column in zip(*given["requests"]))
-    same = len(set(given["requests"])) == 1
-    share, pool = f"(1 + {prompt} / {output})", f"{d.fill_pool:,.1f}"
-    used, held = d.memory_gib * given["utilization"], d.running * d.resident
-
-    def line(name: str, formula: str, result: str) -> None:
-        print(f"  {name:<18} = {formula:<41} = {result}")
-
-    def both(name: str, formula: str, results: Range, scale: float = 1) -> None:
-        columns = "".join(f"{figure(scale * result):>11}" for result in results)
-        print(f"  {name:<18} = {formula:<37} ={columns}")
-
-    print(f"  each: {gib:g} GiB, {gb_per_s / 1000:g} TB/s, {tflops:g} TFLOP/s", end=" ")
-    print("(what is printed is rounded)\n")
-    line("memory shown", f"{tp} x {gib:.2f}", f"{d.memory_gib:.2f} GiB")
-    line("of it in use", f"{d.memory_gib:.2f} x {given['utilization']:g}", f"{used:.2f} GiB")
-    line("weights", f"{params} x {each:g} B / 2^30", f"{d.weights_gib:.2f} GiB")
-    if rest is None:
-        line("the rest, assumed", f"{d.memory_gib:.2f} x {REST_SHARE}", f"{d.rest_gib:.2f} GiB")
-    else:
-        line("the rest, given", f"{tp} x {rest:g}", f"{d.rest_gib:.2f} GiB")
-    left = f"{used:.2f} - {d.weights_gib:.2f} - {d.rest_gib:.2f}"
-    line("KV budget", left, f"{d.budget_gib:.2f} GiB")
-    words = bytes_in_words(config, given["dtype_bytes"] or DTYPE, tp, d.bytes_on_each)
-    line("a token, each GPU", words, f"{d.bytes_on_each:,} B")
-    line("a token, in all", f"{tp} x {d.bytes_on_each:,}", f"{d.kv_per_token:,} B")
-    line("tokens that fit", f"{d.budget_gib:.2f} x 2^30 / {d.kv_per_token:,}", f"{d.tokens:,}")
-    life = f"{prompt} + {output} / 2" if same else "E[p x o + o^2 / 2] / E[o]"
-    line("a sequence holds", f"{life} + 16 / 2", f"{d.resident:,.1f} tokens")
-    line("fill the pool", f"{d.tokens:,} / {d.resident:,.1f}", f"{pool} sequences")
-    line("fill a step", f"{STEP_TOKENS:,} / {share}", f"{d.fill_step:,.1f} sequences")
-    line("the limit", "the lesser of the two", d.limit)
-
-    print(f"\n  THE SETTING, with max_num_batched_tokens {STEP_TOKENS:,}")
-    line("watermark", "pages kept free, where the engine can", f"{KEPT_FREE}")
-    line("max_num_seqs", "the lesser of the two, rounded up", f"{d.max_num_seqs:,}")
-    most = f", at most {d.fill_step:,.1f}" if d.limit == "the step" else ""
-    alone = f"{pool} - 2 x sqrt({pool}){most}"
-    line("without watermark", alone, f"max_num_seqs {d.max_num_seqs_alone:,}")
-    line("so there run", f"{1 - KEPT_FREE:g} x {pool}{most}", f"{d.running:,.1f} sequences")
-    line("a step computes", f"{d.running:,.1f} x {share}", f"{d.step_tokens:,.1f} tokens")
-    line("a step reads KV of", f"{d.running:,.1f} x {d.resident:,.1f}", f"{held:,.0f} tokens")
-
-    print("\n" + " " * 62 + "".join(f"{name:>11}" for name in REACHED))
-    ridge, bandwidth = f"{tflops:g} / {gb_per_s / 1000:g}", f"({tp} x {gb_per_s / 1000:g}e12)"
-    wider = f" x {each:g} / 2" if each != DTYPE else ""
-    sparse = f" x {params} / {active}" if active != params else ""
-    both("ridge, tokens", ridge + wider + sparse, d.ridge)
-    both("read weights, ms", f"{params} x {each:g} / {bandwidth}", d.weights_s, 1000)
-    compute = tuple(s * d.step_tokens / ridge for s, ridge in zip(d.weights_s, d.ridge))
-    both("compute, ms", f"{d.step_tokens:,.1f} / ridge x that", compute, 1000)
-    kv = tuple(s - max(both) for s, *both in zip(d.step_s, d.weights_s, compute))
-    both("read KV, ms", f"{held:,.0f} x {d.kv_per_token:,} / {bandwidth}", kv, 1000)
-    both("a step, ms", "the longer of the first two, + KV", d.step_s, 1000)
-    both("tokens/s", f"{d.running:,.1f} / a step", d.tokens_per_s)
-    both("tokens/s, a user", "1 / a step", d.per_user)
-    both("first token, ms", f"a step of {prompt} tokens: idle server", d.first_token_s, 1000)
+    alike = len(set(given["requests"])) == 1
+    figures: Parts = {
+        **globals(), **given, **d._asdict(), "prompt": prompt, "output": output,
+        "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
+        "unreserved": 1 - KEPT_FREE, "rest_is": "assumed" if rest is None else "given",
+        "rest": f"{d.memory_gib:.2f} x {REST_SHARE}" if rest is None else f"{tp} x {rest:g}",
+        "token": bytes_in_words(config, width, tp),
+        "prompt_and_half": f"{prompt} + {output} / 2" if alike else "E[p x o + o^2 / 2] / E[o]",
+        "pool": f"{d.fill_pool:,.1f}",
+        "most": f", at most {d.fill_step:,.1f}" if d.limit == "the step" else "",
+        "wider": f" x {each:g} / 2" if each != DTYPE else "",
+        "sparse": f" x {n_params / 1e9:.6g} / {active / 1e9:.6g}" if active != n_params else "",
+    }  # fmt: skip
+    for line in RECIPE.format_map(figures).splitlines():
+        print("  {:<18} = {:<41} = {}".format(*line.split(" | ")) if "|" in line else line)
     say(
         """Left, the hardware's peak; right, 50% MFU and 80% of the bandwidth. Communication between
         GPUs and the FLOP of attention are in neither."""
@@ -3761,24 +3753,19 @@ def recipe(config: Config, given: Parts, d: Deployment) -> None:
             what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB a GPU. Yours prints
             the tokens that fit (vLLM: GPU KV cache size); --rest GIB corrects the guess."""
         )
-    if same:
+    if alike:
         say("Where lengths differ, sequences hold more, for long answers stay longer: --trace.")
     if each < DTYPE:
         say("Arithmetic is taken in 16 bits; --card GIB,GB/S,TFLOP/S may say another rate.")
-    if active != params:
+    if active != n_params:
         say("Every expert is read in every step: true of large steps, too slow for small ones.")
-    if d.kv_per_token > kv_bytes(config, 1, given["dtype_bytes"]):
+    if d.kv_per_token > kv_bytes(config, 1, width):
         say(
             """A latent, or a KV head where there are more GPUs, is whole on each GPU: the tokens
             that fit are what the budget of one GPU holds."""
         )
-    if d.bytes_on_each < kv_bytes(config, 1, given["dtype_bytes"], tp):
+    if d.bytes_on_each < kv_bytes(config, 1, width, tp):
         say(f"Layers with a window keep less: a token's share of {d.resident:,.0f} is counted.")
-
-
-def billions(params: float) -> str:
-    """A number of parameters, as people write it."""
-    return f"{params / 1e9:.6g}e9"
 
 
 def figure(result: float) -> str:
@@ -3792,17 +3779,14 @@ class Traffic(NamedTuple):
     requests: int
     prompt: float  # mean tokens
     output: float
+    prompt_per_output: float
     fill_pool: float  # sequences that fill the pool, on average
     fill_step: float  # and a step of 8,192 tokens
     least: float  # of these two and vLLM's 1,024
     slots_per_s: float  # tokens/s with as many as 8,192-token slots hold
     pages_per_s: float  # with pages, 5% kept free
+    worth: float  # how often pages make as many tokens/s as slots
     again: float  # prefill computed again, over what is computed for the first time
-
-    @property
-    def ratio(self) -> float:
-        """How often pages make as many tokens/s as slots."""
-        return self.pages_per_s / self.slots_per_s
 
 
 MAX_NUM_SEQS = 1024  # vLLM's, serving on an H100
@@ -3812,66 +3796,54 @@ def traffic(requests: Iterable[tuple[int, int]]) -> Traffic:
     """What pages are worth to these requests: the lesson's model, GPUs and 35,328 pages.
 
     Both servers prefill in the same steps, of 8,192 tokens at most. All requests wait from the
-    start, in the order given.
+    start, in the order given; fewer than twice as many as run at once have no steady state.
     """
     requests = list(requests)
-    pages = budget_tokens() // 16
-    slots = contiguous(requests, 8192).batch
-    fill_pool = budget_tokens() / resident_tokens(requests)
-    fill_step = step_fills(requests, STEP_TOKENS)
-    in_slots = serve(requests, pages, max_running=slots, max_batched_tokens=STEP_TOKENS)
-    in_pages = serve(
-        requests, pages, watermark=KEPT_FREE, max_running=MAX_NUM_SEQS,
-        max_batched_tokens=STEP_TOKENS,
-    )  # fmt: skip
-    prompt, output = (sum(column) / len(requests) for column in zip(*requests))
+    tokens, n = budget_tokens(), len(requests)
+    fill_pool, fill_step = tokens / resident_tokens(requests), step_fills(requests, STEP_TOKENS)
+    server = partial(serve, requests, tokens // 16, max_batched_tokens=STEP_TOKENS)
+    slots = server(max_running=tokens // 8192).tokens_per_s
+    pages = server(max_running=MAX_NUM_SEQS, watermark=KEPT_FREE)
+    prompts, outputs = map(sum, zip(*requests))
     return Traffic(
-        len(requests), prompt, output,
+        n, prompts / n, outputs / n, prompts / outputs,
         fill_pool, fill_step, min(fill_pool, fill_step, MAX_NUM_SEQS),
-        in_slots.tokens_per_s, in_pages.tokens_per_s, in_pages.again,
+        slots, pages.tokens_per_s, pages.tokens_per_s / slots if slots else math.nan, pages.again,
     )  # fmt: skip
 
 
 def traffic_table(row: Traffic) -> None:
     """Print a row of real traffic under its heading."""
-    print(f"{'mean tokens':>23}{'sequences that fill':>29}{'tokens/s with':>17}")
-    print("  requests prompt output ratio   pool   step  least  slots  pages worth  again")
-    print(
-        f"{row.requests:>10,}{row.prompt:>7,.0f}{row.output:>7,.0f}{row.prompt / row.output:>6.1f}"
-        f"{row.fill_pool:>7,.0f}{row.fill_step:>7,.0f}{row.least:>7,.0f}{row.slots_per_s:>7,.0f}"
-        f"{row.pages_per_s:>7,.0f}{row.ratio:>5.2f}x{row.again:>7.1%}"
-    )
+    headings = """\
+            mean tokens          sequences that fill    tokens/s with
+  requests prompt output ratio   pool   step  least  slots  pages worth  again"""
+    form = "{:>10,}{:>7,.0f}{:>7,.0f}{:>6.1f}" + "{:>7,.0f}" * 5 + "{:>5.2f}x{:>7.1%}"
+    print(table(headings, form, [row]))
     say(
         f"""The pool is {budget_tokens():,} tokens, a step {STEP_TOKENS:,}; the least is of these
         two and the {MAX_NUM_SEQS:,} that vLLM runs. {budget_tokens() // 8192} run in slots of 8,192
         tokens; pages keep {KEPT_FREE:.0%} free. Again: prefill that preempted sequences repeat."""
     )
-
-
-COLUMNS = ("ContextTokens", "GeneratedTokens")  # of a trace, as in Azure's
+    if row.requests < 2 * row.least:
+        say("So few requests have no steady state: take more before you believe the tokens/s.")
 
 
 def requests_at(path: str) -> list[tuple[int, int]]:
     """The (prompt, output) requests of the trace at `path`, or UsageError."""
-    text = contents("--trace", path, 2**28)
+    text = contents("--trace", path, 2**28).decode("utf-8-sig", "replace")
+    rows = csv.DictReader(io.StringIO(text, newline=""))
+    requests = []
     try:
-        rows = csv.DictReader(io.StringIO(text.decode("utf-8-sig"), newline=""))
-        missing = [name for name in COLUMNS if name not in (rows.fieldnames or ())]
-        if missing:
-            raise UsageError(f"--trace {path}: no column {missing[0]} in the first line")
-        requests = []
         for row in rows:
-            prompt, output = (int(row[name] or "") for name in COLUMNS)
+            prompt, output = int(row["ContextTokens"] or ""), int(row["GeneratedTokens"] or "")
             if prompt < 0 or output < 1:
                 raise ValueError
             requests.append((prompt, output))
-    except UnicodeDecodeError:
-        raise UsageError(f"--trace {path}: no text in UTF-8") from None
-    except csv.Error as error:
-        raise UsageError(f"--trace {path}: line {rows.line_num}: {error}") from None
-    except ValueError:
-        message = f"line {rows.line_num}: {COLUMNS[0]} must be 0 or more, {COLUMNS[1]} 1 or more"
-        raise UsageError(f"--trace {path}: {message}") from None
+    except (csv.Error, KeyError, ValueError):
+        raise UsageError(
+            f"--trace {path}: line {rows.line_num} is not that of a CSV with the columns"
+            " ContextTokens (0 or more) and GeneratedTokens (1 or more)"
+        ) from None
     if not requests:
         raise UsageError(f"--trace {path}: no requests")
     return requests
@@ -3879,15 +3851,16 @@ def requests_at(path: str) -> list[tuple[int, int]]:
 
 def deploy(mode: argparse.Namespace, config: Config, s: Parts) -> None:
     """Size the deployment that the command line describes, and print the recipe."""
-    mapping("config", config)
-    lengths = mode.trace is not None or None not in (mode.prompt, mode.output)
+    many = experts(mapping("config", config))
     asked = {
-        "--params N": mode.params, "--gpus N": mode.gpus, "--card NAME": mode.card,
-        "--prompt N and --output N, or --trace FILE": lengths or None,
-    }  # fmt: skip
+        "--params N": mode.params,
+        "--gpus N": mode.gpus,
+        "--card NAME": mode.card,
+        "--prompt N and --output N, or --trace FILE": mode.trace
+        or (None if mode.prompt is None else mode.output),
+        f"--active N (parameters that a token uses: {many})": mode.active if many else "",
+    }
     missing = [option for option, value in asked.items() if value is None]
-    if mode.active is None and experts(config):
-        missing.append(f"--active N (parameters that a token uses: {experts(config)})")
     if missing:
         raise UsageError(f"to size a deployment, add {'; '.join(missing)}")
     given = {
