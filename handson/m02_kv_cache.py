@@ -205,8 +205,8 @@ LESSON_1 = """
 
 {contexts}
 
-Every layer computes a key and a value vector of each token. Every later token attends to both, so
-a server keeps them for as long as the sequence runs.
+Every layer computes a key and a value vector of each token. With full attention every later token
+attends to both, so a server keeps them for as long as the sequence runs.
 
 Four H100s serve this model together: a replica. What is left of their memory for KV is the budget.
 vLLM's default is stricter than the lesson's:
@@ -698,11 +698,11 @@ Forking copies nothing. Only a write to a shared page copies it: copy-on-write.
 without sharing. In whole pages of 16 the prefix of 4,096 takes {pages_gib:.2f} GiB, which saves
 {pages.saved:.1%}.
 
-Seed 9, the table's, is the luckiest of 2,000 draws. With a prefix of 4,096 a saving of
-{expected:.1%} is to be expected. (Seeds 0 to 199: {SAVED_BEHIND_4096.least:.1%} to
-{SAVED_BEHIND_4096.most:.1%}.)
+Every row is one draw, seed 9, and that is the luckiest of 2,000. With a prefix of 4,096 a saving of
+{expected:.1%} is to be expected, which is an extra batch of {expected_batch:.1f}x. (Seeds 0 to 199:
+{SAVED_BEHIND_4096.least:.1%} to {SAVED_BEHIND_4096.most:.1%}.)
 
-More requests save more, and barely: with a prefix of 512 tokens, 64 of them save
+From some dozens of requests on, more of them save barely more: with a prefix of 512 tokens, 64 save
 {of_64:.1%} and 256 save {of_256:.1%}. The ceiling is prefix / (prefix +
 private), where private is what a request keeps to itself: {MEAN_PRIVATE:.1f} tokens here.
 
@@ -749,6 +749,7 @@ def b4(s: Parts, show: bool) -> Parts:
         expected, of_64, of_256 = (
             expected_saving(n, prefix) for n, prefix in ((64, 4096), (64, 512), (256, 512))
         )
+        expected_batch = 1 / (1 - expected)
         tell(LESSON_4, locals())
     return {
         "prefixed_lengths": prefixed_lengths,
@@ -857,8 +858,9 @@ The drive's verdict needs more than {mfu_of_drive:.1%} MFU (the share of the pea
 prefill reaches). Prefill hardly gets there: GPUs wait for each other's partial sums, and clocks
 fall under load. At 50% MFU the break-even is {at_half:.2f} GB/s, and the drive wins.
 
-7 GB/s is a PCIe 4 drive. A PCIe 5 drive reads 13 to 14.7 GB/s and wins at any MFU, as two striped
-PCIe 4 drives do. FP8 KV halves the break-even to {fp8:.2f} GB/s.
+7 GB/s is a PCIe 4 drive. A PCIe 5 drive reads 13 to 14.7 GB/s and wins here at any MFU, as two
+striped PCIe 4 drives do. One stream from object storage is taken to be 1 GB/s. FP8 KV halves the
+break-even to {fp8:.2f} GB/s.
 
 Each tier is one link that feeds all four GPUs. If each GPU loads its part of the KV over its own
 link, the break-even of a link is {by_link:.2f} GB/s at any TP, up to as many GPUs as KV heads. (TP1
@@ -872,7 +874,7 @@ Attention costs more the longer the prefix, so with it the length does not cance
 {with_attention}
 
 From {shortest:,} tokens on the {drive} GB/s drive wins at the full peak too. And a fetch leaves the
-GPUs free. Block 4's 63 prefills of 4,096 tokens take {prefills:.1f} s of the replica.
+GPUs free. Block 4's 63 prefills of 4,096 tokens take {prefills:.1f} s of the replica at its peak.
 """
 
 
@@ -1327,12 +1329,13 @@ the pages that is kept free when a sequence enters.
 the whole run. The other results are the steady state, without the first flood and the end, when
 nobody waits. Tok/s are the roofline's, at the hardware's peak.
 
-For long answers the onset is a cliff, for chat a slope. Allowing 500 costs long answers a fifth of
-the tokens/s, and chat a twentieth. (Seeds 0 to 49: {LOSS[long].least:g}% to {LOSS[long].most:g}%,
-and {LOSS[chat].least:g}% to {LOSS[chat].most:g}%.)
+For long answers the onset is a cliff, for chat a slope. Against the best row with nothing kept
+free, allowing 500 costs long answers a fifth of the tokens/s, and chat a twentieth. (Seeds 0 to 49:
+{LOSS[long].least:g}% to {LOSS[long].most:g}%, and {LOSS[chat].least:g}% to {LOSS[chat].most:g}%.)
+This seed is a calm draw: most draws compute more again at 425.
 
 With prefix caching, vLLM's default, a preempted sequence finds those of its pages that nobody has
-taken. With 500 running and nothing kept free:
+taken. With 500 allowed and nothing kept free:
 
 {caching}
 
@@ -1340,25 +1343,29 @@ Chat gets back a part of what it lost. Long answers get back little: their pages
 they return.
 
 How many run? The least of three limits: max_num_seqs, the pool and the step. A running sequence
-holds E[prompt x output + output^2 / 2] / E[output] tokens and half a page, averaged over time. It
-needs 1 + E[prompt] / E[output] tokens of each step, for its own decode and the next one's prefill:
+holds E[prompt x output + output^2 / 2] / E[output] tokens and half a page, averaged over time:
+long answers stay longer, so they are found running more often. It needs 1 token of each step to
+decode, and E[prompt] / E[output] for the prefill of its successor:
 
 {limits}
 
 In the last row the step is the least: the pool is never full, and nobody is preempted.
 
 How much to leave free? What the pool holds swings around its average, and a pool overflows by its
-peaks. Two rules, on pools that n sequences fill on average. A cell is the tokens computed again,
-then the tokens/s lost to the best of these rules (at worst over three draws):
+peaks. Two rules against none, on pools that n sequences fill on average: keep pages free, or cap at
+0.9 n. A cell is the tokens computed again, then the tokens/s below the best rule's, each the worst
+of three draws:
 
 {rules}
 
-Keep 5% of the pages free (watermark 0.05). A cap of nine tenths of n costs more where few fit,
-because there each sequence is throughput. No rule helps everywhere: a trace of book-length answers
-computes 23% again with 5% free (README, "Real traffic").
+For these two mixes keep 5% of the pages free (watermark 0.05). A cap of nine tenths of n costs more
+where few fit, because there a tenth fewer sequences makes nearly a tenth fewer tokens/s. No rule
+helps everywhere: a trace of book-length answers computes 23% again with 5% free (README, "Real
+traffic").
 
 An engine was measured in vLLM's pull request 44594, with prefix caching off: 450 long answers of
-Qwen2.5-7B, at most 128 running. Its preemptions, and those of serve on 100 draws of that workload:
+Qwen2.5-7B, at most 128 running. Its preemptions, and those of serve on 100 draws of that workload,
+the five lowest and the five highest left out:
 
 {measured}
 
@@ -1367,10 +1374,12 @@ to it.
 
 A server that preempts much may not come back. Long answers arrive at 90% of what the server can do,
 and once 500 come at the same time. With nothing kept free, {BURST_WAITING.least:,} to
-{BURST_WAITING.most:,} wait after 40 minutes, and the queue still grows. With 5% kept free nobody
-waits after 400 seconds. (Seven draws of seven.)
+{BURST_WAITING.most:,} wait after 40 minutes, and the queue still grows. With 5% kept free the queue
+is empty 400 seconds after the burst. (Seven draws of seven, looked at every 200 seconds.) In the
+table above, long at 500 makes {thrashing:.0%} of the tokens/s of its row with 5% free. A load
+between the two keeps a server where it is.
 
-Why recompute, if host memory is {to_host:.1f}x as fast by block 5? A swap goes out and in again,
+Why recompute, if fetching from host memory is {to_host:.1f}x as fast by block 5? A swap goes out and in again,
 in small copies: {copied} KiB for a layer, page and GPU. Kwon et al. (section 7.3) measured both as
 comparable with pages of 16 to 64 tokens. vLLM's V1 has no swap.
 
@@ -1399,6 +1408,8 @@ def b6(s: Parts, show: bool) -> Parts:
         limits = limits_table(workloads["chat"], pages, served)
         rules, measured = rules_table(workloads, pages), measured_table()
         best_watermark = max(MEASURED_RATES) / MEASURED_RATES[0] - 1
+        calm, stuck = served["long", 500, 0.05], served["long", 500, 0]
+        thrashing = stuck.tokens_per_s / calm.tokens_per_s
         to_host = TIERS["host DRAM over PCIe5"] / s["break_even"]()
         copied = KV_PER_TOKEN * 16 // LAYERS // GPUS // 1024
         assumed = table(
@@ -1566,39 +1577,40 @@ What the batch buys, in decode alone, each sequence at its final length. On the 
 
 {rates}
 
-{batch_factor:.1f}x the batch is {decode:.1f}x the tokens/s at the peak, and {decode_below:.1f}x at
-{MFU:.0%} MFU. Up to the ridge, {ridge:.0f} tokens a step at the peak, FLOPs lie idle while the
-weights are read. There one more sequence costs only the reading of its KV. Beyond it, more batch
-buys waiting.
+{batch_factor:.1f}x the batch is {decode:.1f}x the tokens/s at the peak, and {decode_below:.1f}x on
+the right. Up to the ridge, {ridge:.0f} tokens a step for a dense model at the peak, FLOPs lie idle
+while the weights are read. There one more sequence costs only the reading of its KV. Beyond it,
+more batch buys waiting.
 
 With prefill in the same steps (block 6's server, chat, 5% kept free) pages make {with_prefill:.1f}x
-the tokens/s of {reserved.batch} running sequences, and {with_prefill_below:.1f}x at {MFU:.0%} MFU.
-(Seeds 0 to 49: {WORTH_AT_THE_PEAK.least:.2f}x to {WORTH_AT_THE_PEAK.most:.2f}x, and
+the tokens/s of {reserved.batch} running sequences at the peak, and {with_prefill_below:.1f}x at
+{MFU:.0%} MFU and {MBU:.0%} of the bandwidth. (Seeds 0 to 49: {WORTH_AT_THE_PEAK.least:.2f}x to
+{WORTH_AT_THE_PEAK.most:.2f}x, in the middle {WORTH_AT_THE_PEAK.median:.2f}x; and
 {WORTH_BELOW_IT.least:.2f}x to {WORTH_BELOW_IT.most:.2f}x.) The size of a step moves the
 {with_prefill:.1f}x: with 512 tokens a step instead of {STEP_TOKENS:,} it is
 {WORTH_IN_SMALL_STEPS.least:.2f}x to {WORTH_IN_SMALL_STEPS.most:.2f}x.
 
-Real lengths are worth less: {AZURE_WORTH[chat]:.2f}x on Azure's chat trace of 2023, and
+Most real lengths are worth less: {AZURE_WORTH[chat]:.2f}x on Azure's chat trace of 2023, and
 {AZURE_WORTH[code]:.2f}x on its code completions, whose prompts fill the step. (At the peak, on this
 server; README, "Real traffic".)
 
-When is KV memory the limit? In decode, of a dense model, if sequences hold more than
-{pool_tokens:,} / {ridge:.0f} = {threshold:,.0f} tokens on average. Ours hold {resident:,.0f}, so
-arithmetic is the limit. Prefill in the same steps moves the threshold up to
-{threshold_prefill:,.0f}.
+When is KV memory the limit? In decode of a dense model at the peak, if sequences hold more than
+{pool_tokens:,} / {ridge:.1f} = {threshold:,.0f} tokens on average. Ours hold {resident:,.0f}, so
+more room alone gains nothing. Prefill in the same steps multiplies the threshold by 1 + E[prompt] /
+E[output]: to {threshold_prefill:,.0f} for chat.
 
-A mixture of experts reads all its weights, and computes with few of them. DeepSeek-V3 (671e9
-parameters, 37e9 active) has its ridge at {ridge_of_experts:,.0f} tokens on an H100. There KV memory
-is the limit again.
+A mixture of experts reads all its weights, and computes with few of them. The weights of
+DeepSeek-V3 (671e9 parameters, 37e9 active) have their ridge at {ridge_of_experts:,.0f} tokens on an
+H100. KV memory is the limit there, if every GPU keeps the whole latent (README, "A latent").
 
 What to pull first? Tokens/s of that server in closed form, at the peak, with as many running as
 fill 95% of the pool (at most 1,024):
 
 {levers}
 
-Memory alone gains little, because arithmetic is the limit: FP8 weights leave {fp8_memory:.0f} GiB
-more for KV, and the tokens/s stay. Arithmetic in FP8 makes {fp8_chat:.1f}x of chat. FP8 KV makes
-{fp8_kv_decode:.1f}x in decode, because half as much is read.
+Memory alone gains little beyond the ridge: FP8 weights leave {fp8_memory:.0f} GiB more for KV, and
+the tokens/s stay. With prefill, arithmetic in FP8 makes {fp8_chat:.1f}x for chat. In decode, FP8 KV
+makes {fp8_kv_decode:.1f}x, because half as much is read.
 
 What to say in an interview, in this order:
 
@@ -1761,20 +1773,20 @@ def interview(s: Parts, rows: dict[str, Allocation]) -> Iterator[str]:
         " on this mix."
     )
     yield (
-        f"Pages hold {in_pages.batch / reserved.batch:.0f}x that batch, and nobody need know how"
-        " long an answer gets."
+        f"Pages run {in_pages.batch / reserved.batch:.0f}x the sequences, on this mix: nobody need"
+        " know how long an answer gets."
     )
     yield (
-        f"Above the ridge, {s['ridge_tokens']():.0f} tokens a step on an H100 and a dense model,"
-        " more batch buys waiting."
+        f"Above {s['ridge_tokens']():.0f} tokens a step (dense model, H100, at the peak) more batch"
+        " buys waiting."
     )
     yield (
         f"Fetching KV beats recomputing it above {s['break_even']():.0f} GB/s, for this model on"
         " four H100s at the peak."
     )
     yield (
-        "When pages run out the newest sequence is preempted and recomputed: in overload keep 5%"
-        " free."
+        "When pages run out vLLM preempts the newest sequence and recomputes it: in overload keep"
+        " 5% free."
     )
 
 
@@ -2977,9 +2989,11 @@ def verify(parts_override: Parts | None = None) -> int:
 # --------------------------------------------------------------------------------- your own model
 
 # The same price for any other model. Its config.json holds the figures, and the class that its
-# model_type names says what they mean. TABLE has the classes that were read (those of transformers
-# 5.25 and vLLM 0.33, and of older ones for a few that both have dropped). What is not in it is
-# refused: better no answer than a wrong one.
+# model_type names says what they mean. TABLE has the classes that were read: those of transformers
+# 5.25 and vLLM 0.33, and of older ones for a few that both have dropped; of the newest (apertus1p5,
+# beam, flint, granite_docling, kolibri1, lara_mini, lfm3, minimax_m3_vl, muse, sarvam) only that of
+# transformers, so an engine may keep more. What is not in the table is refused: better no answer
+# than a wrong one.
 
 ALIASES = {  # other names of a setting, where a class reads them
     alias: usual
@@ -3510,20 +3524,21 @@ class Card(NamedTuple):
     tflops: float  # BF16, without sparsity
 
 
-# GB/s and TFLOP/s are the vendors' (their sparse TFLOP/s halved); GiB are "total capacity" and
-# "total_gpu_memory" in public logs, 0.3 to 0.7 less than nvidia-smi shows, and 0.2 with the driver.
+# After each card: where its GiB were seen, as "total capacity" or "total_gpu_memory" in public logs
+# (0.3 to 0.7 less than nvidia-smi shows, and 0.2 more or less with the driver); then the document
+# that has its GB/s and TFLOP/s, of which half where it counts sparsity.
 CARDS = {
-    "A100-40G": Card(39.38, 1555, 312),  # vLLM issue 16570
-    "A100-80G": Card(79.15, 2039, 312),  # SXM; 79.25 in kvcached issue 110
-    "H100-SXM": Card(79.11, TIERS["GPU HBM"], DENSE_FLOPS_PER_GPU / 1e12),  # vLLM issue 27508
-    "H100-PCIe": Card(79.11, 2000, 756.5),  # GiB of the SXM card
-    "H200": Card(139.80, 4800, DENSE_FLOPS_PER_GPU / 1e12),  # PyTorch's out-of-memory messages
-    "B200": Card(178.35, 8000, 2250),  # the same; at 1,000 W
-    "L40S": Card(44.39, 864, 362),  # the same; 44.52 in vLLM issue 14011
-    "L4": Card(22.03, 300, 121),  # the same
-    "A10G": Card(21.99, 600, 70),  # Unsloth's banner; an A10 computes 125
-    "RTX-4090": Card(23.53, 1008, 165.2),  # the same; with FP32 accumulation
-    "MI300X": Card(191.98, 5300, 1307),  # PyTorch's out-of-memory messages
+    "A100-40G": Card(39.38, 1555, 312),  # vLLM issue 16570; NVIDIA A100 datasheet, 2020
+    "A100-80G": Card(79.15, 2039, 312),  # vLLM 0.8.2, Phi-4; A100 80GB datasheet, 2021: the SXM's
+    "H100-SXM": Card(79.11, 3350, 989.5),  # vLLM issue 27508; H100 datasheet, 2022
+    "H100-PCIe": Card(79.11, 2000, 756.5),  # no log found, as the SXM's; H100 datasheet, 2022
+    "H200": Card(139.80, 4800, 989.5),  # PyTorch; H200 datasheet, 2023
+    "B200": Card(178.35, 8000, 2250),  # PyTorch; Blackwell brief, 2024: HGX at 1,000 W
+    "L40S": Card(44.39, 864, 362),  # PyTorch (44.52: vLLM issue 14011); L40S datasheet, 2023
+    "L4": Card(22.03, 300, 121),  # PyTorch; L4 datasheet, 2023
+    "A10G": Card(21.99, 600, 70),  # Unsloth; Baseten, "A10 vs A10G": an A10 computes 125
+    "RTX-4090": Card(23.53, 1008, 165.2),  # Unsloth; Ada whitepaper, 2022: with FP32 accumulation
+    "MI300X": Card(191.98, 5300, 1307),  # PyTorch; AMD MI300X datasheet, 2023
 }
 REST_SHARE = 0.05  # of a card, for all but weights and KV: in block 1 it is 15.7 of 318.6 GiB
 UTILIZATION = 0.92  # vLLM's default
@@ -3658,8 +3673,11 @@ def size(
 def experts(config: Config) -> str:
     """What a config says of a mixture of experts, or nothing."""
     _, decoder = decoder_of(config)
-    many = (name for name in EXPERTS if isinstance(decoder.get(name), int) and decoder[name] > 1)
-    return next((f"{name} = {decoder[name]}" for name in many), "")
+    for name in EXPERTS:
+        if isinstance(decoder.get(name), int) and decoder[name] > 1:
+            return f"{name} = {decoder[name]}"
+    kind = decoder.get("model_type")
+    return f"model_type = {kind}" if isinstance(kind, str) and "moe" in kind else ""
 
 
 def card_of(name: str, value: Any) -> Card:
@@ -3689,6 +3707,7 @@ def bytes_in_words(config: Config, width: float, tp: int) -> str:
 
 RECIPE = """\
   each: {card.gib:g} GiB, {tb_per_s:g} TB/s, {card.tflops:g} TFLOP/s (what is printed is rounded)
+  a token costs 2 FLOP for each parameter that it uses
 
 memory shown | {tp} x {card.gib:.2f} | {memory_gib:.2f} GiB
 of it in use | {memory_gib:.2f} x {utilization:g} | {used_gib:.2f} GiB
@@ -3704,7 +3723,8 @@ fill a step | {STEP_TOKENS:,} / (1 + {prompt} / {output}) | {fill_step:,.1f} seq
 the limit | the lesser of the two | {limit}
 
   THE SETTING, with max_num_batched_tokens {STEP_TOKENS:,}
-watermark | pages kept free, where the engine can | {KEPT_FREE}
+max_model_len | the tokens that fit, or the engine stops | at most {tokens:,}
+watermark | pages kept free (vLLM 0.33 or later) | {KEPT_FREE}
 max_num_seqs | the lesser of the two, rounded up | {max_num_seqs:,}
 without watermark | {pool} - 2 x sqrt({pool}){most} | max_num_seqs {max_num_seqs_alone:,}
 so there run | {unreserved:g} x {pool}{most} | {running:,.1f} sequences
@@ -3719,7 +3739,7 @@ read KV, ms | {held_tokens:,.0f} x {kv_per_token:,} / ({tp} x {tb_per_s:g}e12) |
 a step, ms | the longer of the first two, + KV | {step_ms}
 tokens/s | {running:,.1f} / a step | {tokens_per_s}
 tokens/s, a user | 1 / a step | {per_user}
-first token, ms | a step of {prompt} tokens: idle server | {first_token_ms}
+first token, ms | {prompt} tokens in a step of their own | {first_token_ms}
 """
 
 
@@ -3744,14 +3764,22 @@ def recipe(config: Config, given: Parts, d: Deployment) -> None:
     for line in RECIPE.format_map(figures).splitlines():
         print("  {:<18} = {:<41} = {}".format(*line.split(" | ")) if "|" in line else line)
     say(
-        """Left, the hardware's peak; right, 50% MFU and 80% of the bandwidth. Communication between
-        GPUs and the FLOP of attention are in neither."""
+        """Left, the hardware's peak; right, 50% MFU and 80% of the bandwidth. Neither includes
+        communication between GPUs or the FLOP of attention. Tokens/s are an upper bound: few steps
+        carry a prompt and most only decode, so near the ridge or below it up to a third less is
+        made."""
     )
+    if d.fill_pool < 100:
+        say(
+            """With a watermark max_num_seqs is only a ceiling. Without one the cap costs more
+            tokens/s here than preemption does: from 100 sequences on it pays."""
+        )
     if rest is None:
         say(
             f"""The rest (activations, CUDA graphs, communication) is assumed: {REST_SHARE:.0%} of
             what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB a GPU. Yours prints
-            the tokens that fit (vLLM: GPU KV cache size); --rest GIB corrects the guess."""
+            the tokens that fit (vLLM: GPU KV cache size). Then the rest is what is in use, less
+            weights and these tokens, for each GPU; give it as --rest GIB."""
         )
     if alike:
         say("Where lengths differ, sequences hold more, for long answers stay longer: --trace.")
@@ -3881,8 +3909,8 @@ SIZES = {"": 1, "b": 1, "bytes": 1, "kb": 1e3, "mb": 1e6, "k": 2**10, "kib": 2**
 SHARES = {"": 1, "%": 0.01, "percent": 0.01}
 FACTORS = {"": 1, "x": 1, "times": 1}
 RATES = {"": 1, "gb/s": 1, "mb/s": 1e-3, "tb/s": 1e3, "gib/s": 2**30 / 1e9, "Gb/s": 0.125}
-FACTOR = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
-GUESS = re.compile(rf"({FACTOR}(?:\s*[*x\u00d7]\s*{FACTOR})*)\s*(.*)")
+FACTOR = r"(?:[0-9]+(?:[,_][0-9]{3})*(?:\.[0-9]*)?|\.[0-9]+)"
+GUESS = re.compile(rf"[~\s]*({FACTOR}(?:\s*[*x\u00d7]\s*{FACTOR})*)\s*(.*)")
 CLOSE = 1 / 0.95  # times too high or too low: 160 KB means 160 KiB
 
 
@@ -3904,9 +3932,9 @@ def questions(s: Parts) -> list[Question]:
     token = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
     share = s["budget_share"](s["kv_gib"](131_072))
     slots, pages = s["contiguous"](requests, 8192), s["paged"](requests, 16)
-    drawn = s["shared_prefix"](s["prefixed_lengths"](64, 4096), 4096, page_tokens=1).saved
+    wasted, growth = slots.waste, pages.batch / slots.batch
     saved, bar = s["expected_saving"](64, 4096), s["break_even"]()
-    longer, counted = (s["break_even"](prefix=131_072, attention=x) for x in (False, True))
+    counted = s["break_even"](attention=True, prefix=131_072)
     lost_v = "That is one vector a head, but K and V are both kept."
     return [
         Question(
@@ -3915,8 +3943,8 @@ def questions(s: Parts) -> list[Question]:
             {Q_HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM} values, fp16)""",
             f"A token holds {token:,} B = {token // 1024} KiB.",
             {
-                token / 2: lost_v, token * 2: "A value in fp16 takes 2 bytes.",
-                token / LAYERS: "That is one layer of it.",
+                token / LAYERS: "That is one layer of it.", token / 2: lost_v,
+                token * 2: "A value in fp16 takes 2 bytes.",
                 token * Q_HEADS / KV_HEADS: "That counts query heads; only KV heads keep anything.",
             },
         ),
@@ -3924,38 +3952,35 @@ def questions(s: Parts) -> list[Question]:
             1, SHARES, "50%", share,
             f"""Four H100s hold that model and have {KV_BUDGET_GIB} GiB left for KV. What share of
             it does one request of 128k tokens take?""",
-            f"128k tokens take {share:.1%} of the memory for KV.",
-            {share / 2: lost_v},
+            f"128k tokens take {share:.1%} of the memory for KV.", {share / 2: lost_v},
         ),
         Question(
-            2, SHARES, "50%", slots.waste,
+            2, SHARES, "50%", wasted,
             """Chat: prompts and answers of any length, most of them short. If every sequence
             reserves 8,192 tokens, what share of that memory is never used? (Just guess.)""",
-            f"Reserving 8,192 tokens wastes {slots.waste:.1%}.",
-            {1 - slots.waste: "That is what is used."},
+            f"Reserving 8,192 tokens wastes {wasted:.1%}.", {1 - wasted: "That is what is used."},
         ),
         Question(
-            3, FACTORS, "3x", pages.batch / slots.batch,
+            3, FACTORS, "3x", growth,
             "By what factor does the batch grow with pages of 16 tokens instead?",
-            f"The batch grows {pages.batch / slots.batch:.1f}x: {slots.batch} -> {pages.batch}.",
-            {},
+            f"The batch grows {growth:.1f}x: {slots.batch} -> {pages.batch}.", {},
         ),
         Question(
             4, SHARES, "50%", saved,
             """64 chats share a prefix of 4,096 tokens, and each adds a prompt and an answer of its
             own. What share of their KV goes away if the prefix is stored once?""",
-            f"Sharing saves {saved:.1%} on average, and {drawn:.1%} in the draw of block 4.",
+            f"Sharing saves {saved:.1%} on average.",
             {63 / 64: "That is of the prefixes alone.", 1 - saved: "That is what stays."},
         ),
         Question(
             5, RATES, "50 GB/s", bar,
             f"""From how many GB/s on is it faster to load a prefix's KV than to compute it again,
             on 4 GPUs of {DENSE_FLOPS_PER_GPU / 1e12} TFLOP/s at 2 FLOP per parameter and token?""",
-            f"""Loading wins from {bar:.2f} GB/s on, and from {longer:.2f} at 131,072 tokens: the
-            length cancels. If attention is counted, it is {counted:.2f} there.""",
+            f"""Loading wins from {bar:.2f} GB/s on, whatever the length. If attention is counted,
+            it wins from {counted:.2f} GB/s on at 131,072 tokens.""",
             {
-                bar / 4: "That is for one GPU; four compute four times as fast.",
-                bar * 2: "That counts one FLOP per parameter and token.", bar / 2: lost_v,
+                bar / 4: "That is for one GPU; four compute four times as fast.", bar / 2: lost_v,
+                bar * 2: "That counts one FLOP per parameter and token.",
                 bar * 8: "That is in Gbit/s.",
             },
         ),
@@ -3964,10 +3989,11 @@ def questions(s: Parts) -> list[Question]:
 
 def guess_of(typed: str, units: Mapping[str, float]) -> float | None:
     """The guess in the unit of the answer, 2*50 KB as 100,000; None if it cannot be read."""
-    found = GUESS.fullmatch(re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", typed.strip("~ \r\n")))
+    found = GUESS.fullmatch(typed.rstrip())
     if not found:
         return None
-    guess, unit = math.prod(map(float, re.split(r"[*x\u00d7]", found[1]))), found[2]
+    factors, unit = re.findall(FACTOR, found[1]), found[2]
+    guess = math.prod(float(factor.replace(",", "")) for factor in factors)
     if units is SHARES and not unit and guess >= 1:  # 23 is 23%, and so is 0.23
         unit = "%"
     guess *= units.get(unit) or units.get(unit.lower()) or math.nan
@@ -3975,15 +4001,15 @@ def guess_of(typed: str, units: Mapping[str, float]) -> float | None:
 
 
 def ask(question: Question) -> float | None:
-    """The guess that is typed; what cannot be read is asked for once more, with an example.
+    """The guess that is typed (None: none), or EOFError at the end of the input.
 
-    The end of the input is an EOFError.
+    What cannot be read is asked for once more, with an example.
     """
     for prompt in ("your guess", f"I cannot read that. Once more, like {question.example}"):
         print(f"     {prompt}: ", end="", flush=True)
         try:
-            typed = sys.stdin.readline() if sys.stdin else ""
-        except (OSError, ValueError):  # a terminal that has gone, a stream that was closed
+            typed = sys.stdin.readline()
+        except (AttributeError, OSError, ValueError):  # no input, or a terminal that has gone
             typed = ""
         if not typed:
             raise EOFError
@@ -4019,7 +4045,7 @@ def predict(s: Parts) -> int:
     It ends early, with the same summary, when the input ends or Ctrl-C is pressed (130).
     """
     quiz, status = questions(s), 0
-    misses: list[tuple[float, int]] = []  # by how much, and in which question
+    misses = [(0.0, 0, 0)]  # how far off a guess was, its question and its block
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a stray byte is no reason to stop
     print(f"  Guess {len(quiz)} numbers before you read. Press Enter to skip one.\n")
@@ -4029,26 +4055,23 @@ def predict(s: Parts) -> int:
             guess = ask(question)
             print(wrapped(f"{remark(guess, question)} {question.fact}", "     "), end="\n\n")
             if guess is not None:
-                misses.append((times_off(guess, question.answer), i))
-    except EOFError:
-        print("\n\n     (End of input.)\n")
-    except KeyboardInterrupt:
-        print("\n\n     (Stopped.)\n")
-        status = 130
-    worst, i = max(misses, default=(0, 0))
-    if not misses:
+                misses.append((times_off(guess, question.answer), i, question.block))
+    except (EOFError, KeyboardInterrupt) as end:
+        status = 130 if isinstance(end, KeyboardInterrupt) else 0
+        print(f"\n\n     ({'Stopped' if status else 'End of input'}.)\n")
+    off, i, block = max(misses)
+    if not off:
         print("  No guess to judge. Run this without --predict and start at block 1.")
-    elif worst <= CLOSE:
+    elif off <= CLOSE:
         print("  Every guess is spot on.")
     else:
-        print(f"  Your worst miss is question {i}: read --block {quiz[i - 1].block} first.")
+        print(f"  Your worst miss is question {i}: read --block {block} first.")
     return status
 
 
 # -------------------------------------------------------------------------------------- arguments
 
 
-MOST_PAGES = 10**7  # a pool has a list of its pages
 MANY = 2 * 10**18  # more than anybody counts here: 1e9 GiB have fewer bytes
 TINY, HUGE = 1e-30, 1e30  # and less and more than anybody measures
 
@@ -4062,9 +4085,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def converted(name: str, value: Any, kind: str, convert: Callable[[Any], Any], *bounds: Any) -> Any:
+def converted(
+    name: str, value: Any, kind: str, convert: Callable[[Any], Any], least: float, most: float
+) -> Any:
     """`value`, converted and in bounds, or an error that names the parameter and the value."""
-    least, most = bounds
     try:
         if isinstance(value, (bool, str, bytes, bytearray)):
             raise TypeError
@@ -4078,34 +4102,18 @@ def converted(name: str, value: Any, kind: str, convert: Callable[[Any], Any], *
     return result
 
 
-def as_int(value: Any) -> int:
-    """What stands for a whole number, as a plain int and nothing derived from it."""
-    return int(operator.index(value))
-
-
 def whole(name: str, value: Any, least: int = 0, most: int = MANY) -> int:
     """`value` as an int in [least, most]; TypeError or ValueError if it is none."""
     if value.__class__ is int and least <= value <= most:
         return cast(int, value)  # as nearly always: this costs next to nothing
-    integer: int = converted(name, value, "whole number", as_int, least, most)
-    return integer
+    return int(converted(name, value, "whole number", operator.index, least, most))
 
 
 def number(name: str, value: Any, least: float = TINY, most: float = HUGE) -> float:
-    """`value` as a float in [least, most]; TypeError or ValueError if it is none."""
+    """`value` as a float or an int in [least, most]; TypeError or ValueError if it is none."""
     if (value.__class__ is float or value.__class__ is int) and least <= value <= most:
-        return float(value)
-    real: float = converted(name, value, "number", float, least, most)
-    return real
-
-
-def refuse(sequence: Any) -> NoReturn:
-    """Say why `sequence` is none of the pool that is asked to change it."""
-    if not isinstance(sequence, Sequence):
-        raise TypeError(f"sequence must come from this pool, not {shown(sequence)}")
-    if sequence.pool is None:
-        raise ValueError("sequence was released before")
-    raise ValueError(f"sequence belongs to another pool: {shown(sequence)}")
+        return cast(float, value)
+    return cast(float, converted(name, value, "number", float, least, most))
 
 
 def truth(name: str, value: Any) -> bool:
@@ -4115,29 +4123,25 @@ def truth(name: str, value: Any) -> bool:
     return value
 
 
-def share_below_one(name: str, value: Any) -> float:
-    """`value` as a share from 0 to less than 1, as the engine takes a watermark."""
-    share = number(name, value, least=0, most=1)
-    if share == 1:
-        raise ValueError(f"{name} must be from 0 to less than 1, not {shown(value)}")
-    return share
+def mapping(name: str, value: Any) -> Mapping[str, Any]:
+    """`value` if it is a dict or the like, otherwise TypeError."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict, not {shown(value)}")
+    return value
 
 
-def width(name: str, value: Any) -> float:
-    """Bytes of one value: an int where they are whole, so that products stay exact."""
-    size = number(name, value, least=0.01, most=1000)
-    return int(size) if size.is_integer() else size
-
-
-def optional(name: str, value: Any, rule: Callable[[str, Any], Any]) -> Any:
-    """None, or what the rule allows."""
-    return None if value is None else rule(name, value)
+def clock(name: str, value: Any) -> Callable[[float, float], float]:
+    """`value` if it can be called, otherwise TypeError; what it returns is checked too."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, not {shown(value)}")
+    returned = f"what {name} returns"
+    return lambda tokens, held_tokens: number(returned, value(tokens, held_tokens))
 
 
 def pairs(name: str, requests: Any) -> Iterator[tuple[int, int]]:
     """The requests, each checked when its turn comes: any iterable of pairs is a workload."""
     try:
-        return checked_pairs(iter(requests))
+        return map(pair, count(), requests)
     except TypeError:
         message = f"{name} must be (prompt, output) pairs, not {shown(requests)}"
         raise TypeError(message) from None
@@ -4152,18 +4156,9 @@ def pair(i: int, request: Any) -> tuple[int, int]:
     except (TypeError, ValueError):
         message = f"requests[{i}] must be a (prompt, output) pair, not {shown(request)}"
         raise TypeError(message) from None
+    if prompt.__class__ is output.__class__ is int and MANY >= prompt >= 0 <= output <= MANY:
+        return prompt, output
     return whole(f"requests[{i}] prompt", prompt), whole(f"requests[{i}] output", output)
-
-
-def checked_pairs(requests: Any) -> Iterator[tuple[int, int]]:
-    """The requests, each checked when its turn comes; plain pairs cost next to nothing."""
-    for i, request in enumerate(requests):
-        if request.__class__ is tuple and len(request) == 2:
-            prompt, output = request
-            if prompt.__class__ is output.__class__ is int and MANY > prompt >= 0 <= output < MANY:
-                yield request
-                continue
-        yield pair(i, request)
 
 
 def servable(
@@ -4171,15 +4166,14 @@ def servable(
 ) -> list[tuple[int, int]]:
     """The requests, if each has a prompt and an output and fits the pool."""
     lengths, room = list(requests), pages * page_tokens
-    if lengths and (min(map(min, lengths)) < 1 or max(map(sum, lengths)) > room):
-        for i, (prompt, output) in enumerate(lengths):
-            some(f"requests[{i}] prompt", prompt)
-            some(f"requests[{i}] output", output)
-            if prompt + output > room:
-                raise ValueError(
-                    f"requests[{i}] of {prompt + output:,} tokens never fits"
-                    f" {pages:,} pages of {page_tokens:,}"
-                )
+    for i, (prompt, output) in enumerate(lengths):
+        if prompt < 1 or output < 1 or prompt + output > room:
+            whole(f"requests[{i}] prompt", prompt, 1)
+            whole(f"requests[{i}] output", output, 1)
+            raise ValueError(
+                f"requests[{i}] of {prompt + output:,} tokens never fits"
+                f" {pages:,} pages of {page_tokens:,}"
+            )
     return lengths
 
 
@@ -4190,70 +4184,68 @@ def some_output(tokens: float) -> float:
     return tokens
 
 
-def mapping(name: str, value: Any) -> Mapping[str, Any]:
-    """`value` if it is a dict or the like, otherwise TypeError."""
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dict, not {shown(value)}")
-    return value
-
-
-def clock(name: str, value: Any) -> Callable[..., float]:
-    """`value` if it can be called, otherwise TypeError; what it returns is checked too."""
-    if not callable(value):
-        raise TypeError(f"{name} must be a function, not {shown(value)}")
-
-    returned = f"what {name} returns"
-
-    def checked(tokens: float, held_tokens: float) -> float:
-        return number(returned, value(tokens, held_tokens))
-
-    return checked
-
-
-def as_is(name: str, value: Any) -> Any:
-    """What needs no rule: self, or a parameter that does not exist (the call will say so)."""
-    return value
-
-
-some = partial(whole, least=1)
-anything = partial(number, least=0)
-
-# What a parameter may be, by its name; some mean something else in one mechanism.
-ALLOWED: dict[str, Callable[[str, Any], Any]] = {
-    "layers": some, "kv_heads": some, "q_heads": some, "head_dim": some, "dtype_bytes": width,
-    "kv_per_token": some, "reserve": some, "page_tokens": some, "pages": some, "tp": some,
-    "tokens": whole, "prefix": whole, "requests": pairs, "config": mapping,
-    "self": as_is, "n": partial(whole, most=10**8), "seed": partial(whole, least=-MANY),
-    "gib": anything, "private": anything, "budget_gib": partial(number, most=1e9),
-    "gb_per_s": number, "n_params": number, "flops_per_gpu": number, "mfu": partial(number, most=1),
-    "mbu": partial(number, most=1), "active_params": partial(optional, rule=number),
-    "weight_bytes": width,
-    "attention": truth, "copy_on_write": truth,
-    "occupancy": partial(number, least=0, most=1), "watermark": share_below_one,
-    "max_running": partial(optional, rule=some), "step_seconds": clock,
-    "fetch_seconds kv_per_token": number, "break_even kv_per_token": number,
-    "step_seconds kv_per_token": number, "step_seconds tokens": anything,
-    "step_seconds held_tokens": anything,
-    "max_batched_tokens": partial(optional, rule=some),
-    "step_fills max_batched_tokens": number, "prefix_caching": truth, "break_even prefix": some,
-    "shortest_fetch gb_per_s": partial(number, least=1e-3),
-    "kv_bytes dtype_bytes": partial(optional, rule=width),
-    "size dtype_bytes": partial(optional, rule=width), "card": card_of,
-    "utilization": partial(number, most=1),
-    "rest_gib": partial(optional, rule=partial(number, least=0, most=1e6)),
+# What an argument must be follows from the type of its parameter: what converts it, and the types
+# that need no converting. Where the type allows None, None is taken too.
+TYPES: dict[str, tuple[Callable[..., Any], tuple[type, ...]]] = {
+    "int": (whole, (int,)), "float": (number, (float, int)), "bool": (truth, ()),
+    "Iterable[tuple[int, int]]": (pairs, ()), "Callable[[float, float], float]": (clock, ()),
+    "Config": (mapping, ()), "Card": (card_of, ()), "self": (lambda name, value: value, ()),
 }  # fmt: skip
+# The range of a number follows from its name; some mean something else in one mechanism.
+RANGES: dict[str, tuple[float, float]] = {
+    "int": (1, MANY), "tokens": (0, MANY), "prefix": (0, MANY), "seed": (-MANY, MANY),
+    "n": (0, 10**8), "break_even prefix": (1, MANY),
+    "PagePool.__init__ pages": (1, 10**7),  # it has a list of them
+    "float": (TINY, HUGE), "gib": (0, HUGE), "private": (0, HUGE), "held_tokens": (0, HUGE),
+    "budget_gib": (TINY, 1e9), "rest_gib": (0, 1e6), "shortest_fetch gb_per_s": (1e-3, HUGE),
+    "mfu": (TINY, 1), "mbu": (TINY, 1), "utilization": (TINY, 1), "occupancy": (0, 1),
+    "watermark": (0, math.nextafter(1, 0)),  # less than 1, as the engine takes it
+    "dtype_bytes": (0.01, 1000), "weight_bytes": (0.01, 1000),
+}  # fmt: skip
+
+
+class Parameter(NamedTuple):
+    """What an argument may be."""
+
+    name: str
+    convert: Callable[[str, Any], Any]
+    plain: tuple[type, ...]  # numbers that need no converting, if they are in bounds
+    least: float
+    most: float
+    optional: bool
+
+
+def parameter(mechanism: Callable[..., Any], name: str) -> Parameter:
+    """What a mechanism's argument may be, by the type and the name of its parameter."""
+    kind, _, none = mechanism.__annotations__.get(name, name).partition(" | ")
+    convert, plain = TYPES[kind]
+    own = RANGES.get(f"{mechanism.__qualname__} {name}")
+    least, most = own or RANGES.get(name) or RANGES.get(kind) or (0, 0)
+    if plain:
+        convert = partial(convert, least=least, most=most)
+    return Parameter(name, convert, plain, least, most, bool(none))
+
+
+def checked(parameter: Parameter, value: Any) -> Any:
+    """`value` as the parameter takes it, or an error that names both."""
+    name, convert, plain, least, most, optional = parameter
+    if value.__class__ in plain and least <= value <= most:
+        return value  # as nearly always: this costs next to nothing
+    return None if value is None and optional else convert(name, value)
 
 
 def guarded(bare: Callable[..., Any]) -> Callable[..., Any]:
     """The mechanism, but wrong arguments raise before its body runs, and name the parameter."""
     names = bare.__code__.co_varnames[: bare.__code__.co_argcount]
-    rules = {name: ALLOWED.get(f"{bare.__name__} {name}") or ALLOWED[name] for name in names}
+    parameters = {name: parameter(bare, name) for name in names}
+    in_order = tuple(parameters.values())
 
     @wraps(bare)
     def mechanism(*args: Any, **kwargs: Any) -> Any:
-        by_position = [rules[name](name, value) for name, value in zip(names, args)]
-        by_name = {name: rules.get(name, as_is)(name, value) for name, value in kwargs.items()}
-        return bare(*by_position, *args[len(names) :], **by_name)
+        for name in kwargs:
+            if name in parameters:  # or the call will say that there is none of this name
+                kwargs[name] = checked(parameters[name], kwargs[name])
+        return bare(*map(checked, in_order, args), *args[len(in_order) :], **kwargs)
 
     return mechanism
 
@@ -4267,66 +4259,60 @@ for bare in (
     globals()[bare.__name__] = guarded(bare)
 
 
-def guard_classes() -> None:
-    """Give PagePool and Scheduler the same: a refused call has changed nothing."""
-    create, allocate, append = PagePool.__init__, PagePool.allocate, PagePool.append
-    fork, release, references = PagePool.fork, PagePool.release, PagePool.references
-    add = Scheduler.add
+def refuse(sequence: Any) -> NoReturn:
+    """Say why `sequence` is none of the pool that is asked to change it."""
+    if not isinstance(sequence, Sequence):
+        raise TypeError(f"sequence must come from this pool, not {shown(sequence)}")
+    if sequence.pool is None:
+        raise ValueError("sequence was released before")
+    raise ValueError(f"sequence belongs to another pool: {shown(sequence)}")
 
-    def own(pool: PagePool, sequence: Any) -> Sequence:
-        if getattr(sequence, "pool", None) is not pool:
+
+def guard_methods() -> None:
+    """Give PagePool and Scheduler the same: a call that they refuse has changed nothing."""
+    bare, bare_add = SimpleNamespace(**vars(PagePool)), Scheduler.add
+
+    def allocate(self: PagePool, tokens: int) -> Any:
+        return bare.allocate(self, whole("tokens", tokens))
+
+    def append(self: PagePool, sequence: Sequence, n: int = 1) -> None:
+        if sequence.__class__ is not Sequence or sequence.pool is not self:
             refuse(sequence)
-        return cast(Sequence, sequence)
+        bare.append(self, sequence, n if n.__class__ is int and 0 <= n <= MANY else whole("n", n))
 
-    @wraps(create)
-    def checked_create(self: PagePool, pages: int, page_tokens: int = 16) -> None:
-        create(self, whole("pages", pages, 1, MOST_PAGES), some("page_tokens", page_tokens))
-
-    @wraps(allocate)
-    def checked_allocate(self: PagePool, tokens: int) -> Sequence:
-        return allocate(self, whole("tokens", tokens))
-
-    @wraps(append)
-    def checked_append(self: PagePool, sequence: Sequence, n: int = 1) -> None:
-        if getattr(sequence, "pool", None) is not self:
+    def fork(self: PagePool, sequence: Sequence, tokens: int) -> Any:
+        if sequence.__class__ is not Sequence or sequence.pool is not self:
             refuse(sequence)
-        append(self, sequence, n if n.__class__ is int and 0 <= n <= MANY else whole("n", n))
+        return bare.fork(self, sequence, whole("tokens", tokens, 0, sequence.tokens))
 
-    @wraps(fork)
-    def checked_fork(self: PagePool, sequence: Sequence, tokens: int) -> Sequence:
-        return fork(self, own(self, sequence), whole("tokens", tokens, most=sequence.tokens))
+    def release(self: PagePool, sequence: Sequence) -> None:
+        if sequence.__class__ is not Sequence or sequence.pool is not self:
+            refuse(sequence)
+        bare.release(self, sequence)
 
-    @wraps(release)
-    def checked_release(self: PagePool, sequence: Sequence) -> None:
-        release(self, own(self, sequence))
+    def references(self: PagePool, page: int) -> Any:
+        return bare.references(self, whole("page", page, 0, self.pages - 1))
 
-    @wraps(references)
-    def checked_references(self: PagePool, page: int) -> int:
-        return references(self, whole("page", page, most=self.pages - 1))
-
-    @wraps(add)
-    def checked_add(self: Scheduler, prompt: int, output: int) -> None:
-        prompt, output = some("prompt", prompt), some("output", output)
+    def add(self: Scheduler, prompt: int, output: int) -> None:
+        prompt, output = whole("prompt", prompt, 1), whole("output", output, 1)
         room = self.pool.pages * self.pool.page_tokens
         if prompt + output > room:
             raise ValueError(f"prompt + output = {prompt + output:,} never fits {room:,} tokens")
-        add(self, prompt, output)
+        bare_add(self, prompt, output)
 
     def uncopied(self: Any) -> NoReturn:
         raise TypeError(f"{type(self).__name__} cannot be copied; a sequence can be forked")
 
-    for owner, methods in (
-        (PagePool, (checked_create, checked_allocate, checked_append, checked_fork,
-                    checked_release, checked_references)),
-        (Scheduler, (guarded(Scheduler.__init__), checked_add)),
-    ):  # fmt: skip
-        for method in methods:
-            setattr(owner, method.__name__, method)
+    for method in (allocate, append, fork, release, references):
+        setattr(PagePool, method.__name__, wraps(getattr(PagePool, method.__name__))(method))
+    setattr(Scheduler, "add", wraps(bare_add)(add))  # noqa: B010
+    for owner in (PagePool, Scheduler):
+        setattr(owner, "__init__", guarded(vars(owner)["__init__"]))  # noqa: B010
     for uncopyable in (PagePool, Sequence):
         setattr(uncopyable, "__reduce__", uncopied)  # noqa: B010
 
 
-guard_classes()
+guard_methods()
 
 
 # ---------------------------------------------------------------------------------- command line
@@ -4415,7 +4401,7 @@ SIZING: dict[str, Callable[[str], Any]] = {  # the options that size a deploymen
     "params": typed("params", partial(number, least=1e6)),
     "active": typed("active", partial(number, least=1e6)),
     "gpus": typed("gpus", partial(whole, least=1, most=10**6)), "card": card,
-    "weights": typed("weights", width), "kv": typed("kv", width),
+    "weights": typed("weights", number), "kv": typed("kv", number),
     "utilization": typed("utilization", partial(number, most=1)),
     "rest": typed("rest", partial(number, least=0, most=1e6)),
     "prompt": typed("prompt", partial(whole, most=10**9)),

@@ -38,11 +38,11 @@ import textwrap
 import tracemalloc
 import types
 import unittest
-import warnings
 import zlib
 from code import InteractiveConsole
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile, zip_longest
+from pathlib import Path
 from unittest import mock
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -1793,10 +1793,10 @@ WRONG = [  # a call, the error it must raise, and how its message must begin
     (lambda: lesson.shortest_fetch(0), ValueError, "gb_per_s must be from"),
     (lambda: lesson.serve([], 0), ValueError, "pages must be from 1 to"),
     (lambda: lesson.serve([], 1, 0), ValueError, "page_tokens must be from 1 to"),
-    (lambda: lesson.serve([], 1, watermark=1.5), ValueError, "watermark must be from 0 to 1"),
+    (lambda: lesson.serve([], 1, watermark=1.5), ValueError, "watermark must be from 0 to 0.99"),
     (lambda: lesson.serve([], 1, watermark="1%"), TypeError, "watermark must be a number"),
     (lambda: lesson.serve([], 1, max_running=0), ValueError, "max_running must be from 1 to"),
-    (lambda: lesson.serve([], 1, watermark=1), ValueError, "watermark must be from 0 to less than"),
+    (lambda: lesson.serve([], 1, watermark=1), ValueError, "watermark must be from 0 to 0.99"),
     (lambda: lesson.serve([], 1, max_batched_tokens=0), ValueError, "max_batched_tokens must be f"),
     (lambda: lesson.serve([], 1, max_batched_tokens=8.5), TypeError, "max_batched_tokens must be"),
     (lambda: lesson.serve([], 1, step_seconds=0.1), TypeError, "step_seconds must be a function"),
@@ -2769,7 +2769,7 @@ class Predict(unittest.TestCase):
         text = self.answered(1, "320 KiB")
         self.assertTrue(text.startswith("Guess 6 numbers before you read."))
         self.assertEqual([text.count(s) for s in ("your guess: ", "Spot on.")], [6, 6])
-        self.assertTrue(text.endswith("it is 4.16 there. Every guess is spot on."), text)
+        self.assertTrue(text.endswith("at 131,072 tokens. Every guess is spot on."), text)
 
     def test_it_reads_a_decimal_a_percentage_a_product_and_a_unit(self):
         for guesses in (
@@ -2838,7 +2838,7 @@ class Predict(unittest.TestCase):
             (2, "46.4%", "You are 2.00x too high. 128k tokens take 23.2%", 1),
             (3, "41.2%", "You are 2.00x too low. Reserving 8,192 tokens wastes 82.3%.", 2),
             (4, "604", "You are 99.94x too high. The batch grows 6.0x: 69 -> 417.", 3),
-            (5, "43%", "You are 2.01x too low. Sharing saves 86.6% on average, and 89.0%", 4),
+            (5, "43%", "You are 2.01x too low. Sharing saves 86.6% on average.", 4),
             (6, "9260000 GB/s", "You are far too high. Loading wins from 9.26 GB/s on", 5),
         ):
             with self.subTest(guess):
@@ -2853,8 +2853,7 @@ class Predict(unittest.TestCase):
         _, right = self.asked(lesson.parts(), skipped)
         for name, wrong in {
             "kv_bytes_per_token": 7168, "budget_share": 0.07, "contiguous": allocation,
-            "paged": allocation, "shared_prefix": allocation, "expected_saving": 0.07,
-            "break_even": 77.77,
+            "paged": allocation, "expected_saving": 0.07, "break_even": 77.77,
         }.items():  # fmt: skip
             parts = {**lesson.parts(), name: mock.Mock(return_value=wrong)}
             self.assertNotEqual(self.asked(parts, skipped)[1], right, name)
@@ -2998,7 +2997,7 @@ class TheLesson(unittest.TestCase):
 #
 # README.md is checked as a whole. What a machine can write, it writes (--write-readme):
 #
-#   ```python, first line def, class or @   that function or class of the script, no docstring
+#   ```python, first line def or class      that function or class of the script, no docstring
 #   ```python otherwise, then ```text       a snippet, and what it prints when typed into a REPL;
 #                                           the end of a fold, </details>, may stand between them
 #   ```console, `$ python3 handson/...`     what the command prints
@@ -3026,7 +3025,7 @@ PART = re.compile(  # a fence, with what stands before and after it for its sake
     re.MULTILINE | re.DOTALL,
 )
 HEADING = re.compile(r"^(##+ |<details><summary><h\d>)(.+?)(?:</h\d>.*)?$", re.MULTILINE)
-NAMED = re.compile(r"(?:@.*\n)*(?:def|class) (\w+)")
+NAMED = re.compile(r"(?:def|class) (\w+)")
 COMMAND = re.compile(r"\$ python3 handson/m02_kv_cache\.py((?:.*\\\n)*.*\n)")
 LINK = re.compile(r"\[[^]]*\]\((?!https://)([^)]+)\)")
 MARK = re.compile(r"(\S+) (=|:=|from|in|given) ?(.*)")
@@ -3046,32 +3045,26 @@ def spaces(found):
 
 def some_lines(text, first, last):
     """The lines from the only one that has `first` to the next that has `last`."""
-    lines = text.splitlines(keepends=True)
-    starts = [i for i, line in enumerate(lines) if first in line] if first else [0]
-    if len(starts) != 1:
-        raise ValueError(f"{len(starts)} lines have {first!r}")
-    ends = [i for i in range(starts[0], len(lines)) if not last or last in lines[i]]
-    if not ends:
-        raise ValueError(f"no line after {first!r} has {last!r}")
-    return "".join(lines[starts[0] : ends[0 if last else -1] + 1])
+    if first and text.count(first) != 1:
+        raise ValueError(f"{first!r} is there {text.count(first)} times")
+    start = text.rfind("\n", 0, text.index(first or "")) + 1
+    end = text.find(last, start) if last else len(text) - 1
+    if end < 0:
+        raise ValueError(f"{last!r} is not there after {first!r}")
+    return text[start : text.index("\n", end) + 1]
 
 
-@functools.lru_cache(None)
-def slices():
-    """The source of each function, class and method of the script, by name, without docstring."""
-    with open(SCRIPT, encoding="utf-8") as file:
-        lines = file.read().splitlines(keepends=True)
-    found = {}
-    for node in ast.walk(ast.parse("".join(lines))):  # what is at the top level comes first
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            first = min([node.lineno, *(at.lineno for at in node.decorator_list)]) - 1
-            told = body = node.body[0].lineno - 1
-            if ast.get_docstring(node):  # the page tells it in prose
-                body = node.body[0].end_lineno
-                body += not lines[body].strip()
-            source = [*lines[first:told], *lines[body : node.end_lineno]]
-            found.setdefault(node.name, textwrap.dedent("".join(source)))
-    return found
+def slice_of(name):
+    """The source of a function, class or method of the script, without its docstring."""
+    script = Path(SCRIPT).read_text(encoding="utf-8")
+    nodes = reversed([*ast.walk(ast.parse(script))])  # the last is kept: what is at the top level
+    kinds = ast.FunctionDef, ast.ClassDef
+    node = {node.name: node for node in nodes if isinstance(node, kinds)}[name]
+    source = ast.get_source_segment(script, node, padded=True)
+    if ast.get_docstring(node):  # the page tells it in prose
+        told = ast.get_source_segment(script, node.body[0])
+        source = re.sub(rf" *{re.escape(told)}\n+", "", source, count=1)
+    return textwrap.dedent(source) + "\n"
 
 
 class Terminal(InteractiveConsole):
@@ -3091,11 +3084,6 @@ def snippet_output(snippet):
     return printed.getvalue(), terminal.locals
 
 
-@functools.lru_cache(None)
-def command_output(mode):
-    return call_main(*shlex.split(mode.replace("\\\n", "")))[1]
-
-
 def as_written(text, value):
     """`value` in the form of the number `text`: its separators, decimals and unit."""
     whole, decimals, unit = re.fullmatch(r"-?([\d,]+)(\.\d+)?(.*)", text).groups()
@@ -3104,34 +3092,34 @@ def as_written(text, value):
     return f"{value * scale:{comma}.{len(decimals or '.') - 1}f}{unit}"
 
 
+@functools.lru_cache(None)
+def brought():
+    """The two files that a reader brings."""
+    rows = "".join(f"{p},{o}\n" for p, o in lesson.seq_lengths(20_000))
+    trace = f"ContextTokens,GeneratedTokens\n{rows}"
+    return {"config.json": json.dumps(LLAMA_8B).encode(), "trace.csv": trace.encode()}
+
+
+def open_brought(name, mode="r", **_):
+    file = io.BytesIO(brought()[name])
+    return file if "b" in mode else io.TextIOWrapper(file, encoding="utf-8")
+
+
 class Page:
     """A README: `fresh` is what it should be, `told` has (line, complaint) for all that is not."""
 
     def __init__(self, text):
         self.text, self.prose = text, PART.sub(spaces, text)
-        self.told, self.names, self.snippets = set(), dict(vars(lesson)), []
+        self.told, self.names = set(), dict(vars(lesson))
         self.headings = list(HEADING.finditer(self.prose))
         self.titles = [at[2].replace("`", "") for at in self.headings]
         self.starts = [0, *(at.start() for at in self.headings), len(text)]  # of the sections
         self.marked = [set() for _ in self.starts]
-        trace = "".join(f"{p},{o}\n" for p, o in lesson.seq_lengths(20_000))
-        brought = {  # the two files that a reader brings
-            "config.json": json.dumps(LLAMA_8B),
-            "trace.csv": f"ContextTokens,GeneratedTokens\n{trace}",
-        }
-        here = os.getcwd()
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # a snippet may leave files open
-            os.chdir(folder)
-            try:
-                for name, content in brought.items():
-                    with open(name, "w", encoding="utf-8") as file:
-                        file.write(content)
-                self.fresh = PART.sub(self.renewed, text)
-            finally:
-                os.chdir(here)
+        with mock.patch("builtins.open", open_brought):
+            self.fresh = PART.sub(self.renewed, text)
         self.look_for_figures()
         self.follow_links()
+        self.look_for_unknown_code()
 
     def tell(self, at, complaint):
         self.told.add((self.text.count("\n", 0, at) + 1, complaint))
@@ -3149,7 +3137,8 @@ class Page:
         kind, checked = part["language"], "body"
         if kind == "python" and not name:
             kind, checked = "snippet", "output"
-            self.snippets.append((part.start("body"), part["body"]))
+            if max(map(len, part["body"].splitlines())) > 76:
+                self.tell(part.start("body"), "a snippet wider than 76 columns")
         try:
             if part[checked] is None:
                 raise ValueError("the output of this snippet must follow it, in a text fence")
@@ -3158,8 +3147,9 @@ class Page:
             self.tell(part.start("body"), f"{type(error).__name__}: {error}")
             return part[0]
         if fresh != part[checked]:
-            same = len(os.path.commonprefix([fresh, part[checked]]))
-            self.tell(part.start(checked) + same, STALE)
+            pairs = zip_longest(fresh.splitlines(True), part[checked].splitlines(True))
+            same = "".join(there for _, there in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            self.tell(part.start(checked) + len(same), STALE)
         start, end = part.span(checked)
         return self.text[part.start() : start] + fresh + self.text[end : part.end()]
 
@@ -3170,9 +3160,10 @@ class Page:
             printed, self.names["snippet"] = snippet_output(body)  # for a picture below
             return printed
         if kind == "python":
-            return textwrap.dedent(some_lines(slices()[name], *ends))
+            return textwrap.dedent(some_lines(slice_of(name), *ends))
         if kind == "console" and command:
-            return command[0] + some_lines(command_output(command[1]), *ends)
+            mode = shlex.split(command[1].replace("\\\n", ""))
+            return command[0] + some_lines(printed_by(*mode), *ends)
         if kind == "mermaid":
             return re.sub(r"(?m)^( *)%%= (.*)\n.*$", self.drawn, body)
         return body
@@ -3199,10 +3190,13 @@ class Page:
             except Exception as error:
                 self.tell(at, f"{mark}: {type(error).__name__}: {error}")
 
+    def fences(self, start, end):
+        parts = PART.finditer(self.text, start, end)
+        return "".join(f"{part['body']}{part['output']}" for part in parts if part["body"])
+
     def figures_under(self, section):
         """The numbers in all fences from a heading to the next."""
-        parts = PART.finditer(self.text, self.starts[section], self.starts[section + 1])
-        fences = "".join(f"{part['body']}{part['output']}" for part in parts if part["body"])
+        fences = self.fences(*self.starts[section : section + 2])
         return {number.strip(",") for number in NUMBER.findall(fences)}
 
     def look_for_figures(self):
@@ -3222,7 +3216,7 @@ class Page:
                 self.tell(start, f"{text} is marked in this section, and is not in it")
 
     def follow_links(self):
-        """Each link must lead to a heading, and the first chapter must list all others, in order."""
+        """Each link must lead to a heading; the first chapter must list all others, in order."""
         anchors = [re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in self.titles]
         chapters = [a for a, at in zip(anchors, self.headings) if at[1] == "## "]
         listed = []
@@ -3235,6 +3229,18 @@ class Page:
         if listed != chapters[1:]:
             self.tell(self.starts[1], f"the contents list {listed} of {chapters[1:]}")
 
+    def look_for_unknown_code(self):
+        """What prose quotes as code must be of the lesson, of a fence, or of an engine."""
+        script = Path(SCRIPT).read_text(encoding="utf-8")
+        code = " ".join((script + self.fences(0, len(self.text))).split())
+        known = {*re.findall(r"\w+", code), *ENGINE_NAMES}
+        for quoted in re.finditer(r"`([^`\n]+)`", self.prose):
+            unknown = set(re.findall(r"(?<!\w)[A-Za-z_]\w+", quoted[1])) - known
+            if unknown and not re.search(r"(?<!\w)-|[/{]|\.\w", quoted[1]):
+                self.tell(quoted.start(), f"unknown names {unknown}")
+            if " = " in quoted[1] and quoted[1] not in code:
+                self.tell(quoted.start(), f"no such code: {quoted[1]}")
+
 
 CHANGES = (  # planted on the page, each to be found on its line
     ("    return math.ceil(2 * layers", "    return math.ceil(3 * layers"),  # a slice
@@ -3246,6 +3252,7 @@ CHANGES = (  # planted on the page, each to be found on its line
     ("| 9.26 GB/s |", "| 9.27 GB/s |"),  # a table
     ("9.26 = break_even()", "9.26 = break_even(tp=8)"),  # a mark
     ("(#another-victim)", "(#another-victims)"),  # a link
+    ("(`kv_offloading_size`, off", "(`kv_offloading_sizes`, off"),  # code in prose
 )
 ENGINE_NAMES = {
     "cache_salt", "copy_on_partial_reuse", "decode_context_parallel_size", "gpu_memory_utilization",
@@ -3257,11 +3264,7 @@ ENGINE_NAMES = {
 class Readme(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        with open(README, encoding="utf-8") as file:
-            cls.page = Page(file.read())
-
-    def line(self, at):
-        return f"README.md:{self.page.text.count(chr(10), 0, at) + 1}"
+        cls.page = Page(Path(README).read_text(encoding="utf-8"))
 
     def test_every_part_figure_and_link_is_right(self):
         told = [f"README.md:{line}: {complaint}" for line, complaint in sorted(self.page.told)]
@@ -3279,28 +3282,9 @@ class Readme(unittest.TestCase):
             with self.subTest(new):
                 self.assertIn(line, told)
 
-    def test_code_in_prose_is_of_the_lesson_or_of_an_engine(self):
-        with open(SCRIPT, encoding="utf-8") as file:
-            fences = [part[0] for part in PART.finditer(self.page.text) if part["body"]]
-            code = " ".join("".join([file.read(), *fences]).split())
-        known = {*re.findall(r"\w+", code), *ENGINE_NAMES}
-        for quoted in re.finditer(r"`([^`\n]+)`", self.page.prose):
-            names = set(re.findall(r"(?<!\w)[A-Za-z_]\w+", quoted[1])) - known
-            if not re.search(r"(?<!\w)-|[/{]|\.\w", quoted[1]):
-                self.assertEqual(names, set(), f"{self.line(quoted.start())}: unknown names")
-            if " = " in quoted[1]:
-                self.assertIn(quoted[1], code, f"{self.line(quoted.start())}: no such code")
-
-    def test_snippets_fit_a_phone(self):
-        self.assertGreater(len(self.page.snippets), 20)
-        for at, snippet in self.page.snippets:
-            self.assertLessEqual(max(map(len, snippet.splitlines())), 76, self.line(at))
-
     def test_the_package_describes_itself_with_the_bars_of_the_assembly(self):
-        project = os.path.join(os.path.dirname(README), "pyproject.toml")
-        with open(project, encoding="utf-8") as file:
-            described = file.read()
-        bars = [line for line in command_output("--quiet").splitlines() if "|#" in line]
+        described = Path(README).with_name("pyproject.toml").read_text(encoding="utf-8")
+        bars = [line for line in printed_by("--quiet").splitlines() if "|#" in line]
         self.assertEqual(len(bars), 3)
         for line in bars:
             self.assertIn(line.strip(), described)
@@ -3308,15 +3292,11 @@ class Readme(unittest.TestCase):
 
 def write_readme():
     """Write the parts of the README that follow from the script, and say what is left to mend."""
-    with open(README, encoding="utf-8") as file:
-        page = Page(file.read())
-    changed = page.fresh != page.text
-    if changed:
-        with open(README, "w", encoding="utf-8", newline="\n") as file:
-            file.write(page.fresh)
+    page = Page(Path(README).read_text(encoding="utf-8"))
+    Path(README).write_bytes(page.fresh.encode())
     lines = sorted(line for line, complaint in page.told if complaint == STALE)
-    print(f"README.md: {f'rewritten at lines {lines}' if changed else 'unchanged'}")
-    told = sorted((Page(page.fresh) if changed else page).told)
+    print(f"README.md: {f'rewritten at lines {lines}' if lines else 'unchanged'}")
+    told = sorted(Page(page.fresh).told)
     print(*(f"README.md:{line}: {complaint}\n" for line, complaint in told), sep="", end="")
     return 1 if told else 0
 
