@@ -2147,31 +2147,31 @@ def sized(
     fill_pool, fill_step = tokens / resident, NAIVE["step_fills"](requests, 8192)
     running = max(1, min(0.95 * fill_pool, fill_step))
     step_tokens, prompt = running * 8192 / fill_step, sum(p for p, _ in requests) / len(requests)
-    speeds = ((1, 1), (0.5, 0.8))
     step_ms, weights_ms, first_token_ms = (
         [
-            1000
-            * NAIVE["step_seconds"](
+            1000 * NAIVE["step_seconds"](
                 computed, held, tp * on_each, n_params, tflops * 1e12, gb_per_s, tp, mfu, mbu,
                 active_params, weight_bytes,
             )
-            for mfu, mbu in speeds
+            for mfu, mbu in ((1, 1), (0.5, 0.8))
         ]
         for computed, held in ((step_tokens, running * resident), (0, 0), (prompt, prompt))
     )  # fmt: skip
-    ridge = [
-        NAIVE["ridge_tokens"](
-            n_params, active_params, tflops * 1e12, gb_per_s, mfu, mbu, weight_bytes
-        )
-        for mfu, mbu in speeds
+    compute_ms = [
+        1000 * 2 * step_tokens * (active_params or n_params) / (tp * tflops * 1e12 * mfu)
+        for mfu in (1, 0.5)
     ]
     return {
-        "memory_gib": memory, "weights_gib": weights, "rest_gib": rest, "budget_gib": budget,
-        "bytes_on_each": on_each, "kv_per_token": tp * on_each, "tokens": tokens,
-        "resident": resident, "fill_pool": fill_pool, "fill_step": fill_step,
+        "memory_gib": memory, "used_gib": memory * utilization, "weights_gib": weights,
+        "rest_gib": rest, "budget_gib": budget, "bytes_on_each": on_each,
+        "kv_per_token": tp * on_each, "tokens": tokens, "resident": resident,
+        "fill_pool": fill_pool, "fill_step": fill_step,
         "max_num_seqs": max(1, math.ceil(min(fill_pool, fill_step))),
         "max_num_seqs_alone": max(1, int(min(fill_pool - 2 * fill_pool**0.5, fill_step))),
-        "running": running, "step_tokens": step_tokens, "ridge": ridge, "weights_ms": weights_ms,
+        "running": running, "step_tokens": step_tokens, "held_tokens": running * resident,
+        "ridge": [step_tokens * x / y for x, y in zip(weights_ms, compute_ms)],
+        "weights_ms": weights_ms, "compute_ms": compute_ms,
+        "kv_ms": [step - max(both) for step, *both in zip(step_ms, weights_ms, compute_ms)],
         "step_ms": step_ms, "tokens_per_s": [1000 * running / step for step in step_ms],
         "per_user": [1000 / step for step in step_ms], "first_token_ms": first_token_ms,
     }  # fmt: skip
@@ -2239,6 +2239,7 @@ NAIVE: dict[str, Callable[..., Any]] = {
     "traffic": lambda requests: {
         "requests": len(requests), "prompt": sum(p for p, _ in requests) / len(requests),
         "output": sum(o for _, o in requests) / len(requests), "again": 0.0,
+        "prompt_per_output": sum(p for p, _ in requests) / sum(o for _, o in requests),
         "fill_pool": 565_248 / NAIVE["resident_tokens"](requests),
         "fill_step": NAIVE["step_fills"](requests, 8192),
         "least": min(
