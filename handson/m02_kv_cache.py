@@ -56,7 +56,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
-from itertools import count, islice
+from itertools import count, islice, starmap
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -450,9 +450,9 @@ class PagePool:
 
     def fork(self, sequence: Sequence, tokens: int) -> Sequence:
         """A new sequence that shares the first `tokens` tokens of `sequence`. Copies nothing."""
-        table = sequence.table[: pages_for(tokens, self.page_tokens)]
+        table, sharers = sequence.table[: pages_for(tokens, self.page_tokens)], self.sharers
         for page in table:
-            self.sharers[page] += 1
+            sharers[page] += 1
         return Sequence(self, table, tokens)
 
     def release(self, sequence: Sequence) -> None:
@@ -1663,8 +1663,8 @@ def assembly(s: Parts) -> None:
     decode, decode_below = (
         rate(in_pages, clock)[1] / rate(reserved, clock)[1] for clock in (at_the_peak, below)
     )
-    with_prefill, with_prefill_below = (
-        worth_of_pages(s, requests, reserved.batch, clock) for clock in (at_the_peak, below)
+    with_prefill, with_prefill_below = worth_of_pages(
+        s, requests, reserved.batch, at_the_peak, below
     )
 
     pool_tokens, ridge = s["budget_tokens"](), s["ridge_tokens"]()
@@ -1697,15 +1697,26 @@ def worth_of_pages(
     s: Parts,
     requests: list[tuple[int, int]],
     reserved: int,
-    step_seconds: Callable[[float, float], float],
-) -> float:
-    """Tokens/s of pages with 5% kept free, over those of `reserved` running, prefill included."""
-    pages = s["budget_tokens"]() // 16
-    few, many = (
-        s["serve"](requests, pages, 16, kept, most, STEP_TOKENS, step_seconds).tokens_per_s
-        for kept, most in ((0, reserved), (0.05, 500))
-    )
-    return float(many / few)
+    *clocks: Callable[[float, float], float],
+) -> list[float]:
+    """Tokens/s of pages with 5% kept free, over those of `reserved` running, by each of the clocks.
+
+    Prefill is in the same steps. Each server runs once, at a second a step, and is timed after it.
+    """
+    pages, rates = s["budget_tokens"]() // 16, []
+    for kept, most in ((0, reserved), (0.05, 500)):
+        steps: list[tuple[float, float]] = []
+
+        def one_second(
+            tokens: float, held_tokens: float, steps: list[tuple[float, float]] = steps
+        ) -> float:
+            steps.append((tokens, held_tokens))
+            return 1.0
+
+        served = s["serve"](requests, pages, 16, kept, most, STEP_TOKENS, one_second)
+        generated = served.tokens_per_s * max(1, len(steps))
+        rates.append([generated / (sum(starmap(clock, steps)) or 1) for clock in clocks])
+    return [many / few for few, many in zip(*rates)]
 
 
 def memory_bars(s: Parts, rows: dict[str, Allocation]) -> str:
