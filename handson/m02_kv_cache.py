@@ -2432,20 +2432,24 @@ class Told(list[PoolCall]):
 def stories() -> Iterator[Story]:
     """Calls on two small pools, the shortest first."""
     draw = Draw()
-    for i in range(200):
-        calls, made = [], ""
-        pages, page = draw.whole(1, 6), draw.of(1, 2, 3, 4, 5, 16)
-        for name in "abcdefghij"[: 1 + i // 20]:
-            verb = draw.of("allocate", "append", "append", "fork", "fork", "release")
-            verb = verb if made else "allocate"
-            new, old = name if verb in ("allocate", "fork") else "", draw.of(*made or [""])
+    for i in range(240):
+        calls: list[PoolCall] = []
+        made: dict[str, int] = {}  # tokens of each sequence, if nothing is refused
+        pages, page = draw.whole(1, 6), draw.of(1, 2, 2, 3, 4, 16)
+        for name in "abcdefghij"[: 1 + i // 25]:
+            verb = draw.of("allocate", "append", "append", "fork", "fork", "release", "release")
+            old = draw.of(*made or [""])
+            verb, held = verb if made else "allocate", made.get(old, 0)
             whole = page * draw.whole(0, pages)
-            tokens = draw.of(0, 1, whole, draw.whole(0, page), draw.whole(-1, pages * page + 1))
-            if verb == "release" or (verb == "append" and draw.random() < 0.1):
+            tokens = draw.of(1, whole, draw.whole(-1, page), draw.whole(0, pages * page + 1))
+            if verb == "fork":
+                tokens = draw.of(held, draw.whole(0, held), draw.whole(-1, held + 1))
+            elif verb == "release" or (verb == "append" and draw.random() < 0.1):
                 tokens = None
-            made += new
+            new, old = ("", old) if verb in ("append", "release") else (name, old)
             old = "" if verb == "allocate" else old
             calls.append(PoolCall(draw.of(*"pppppq"), verb, new, old, tokens))
+            made[new or old] = max(0, (tokens or 0) + (held if verb == "append" else 0))
         yield pages, page, calls
 
 

@@ -2557,30 +2557,31 @@ class VerifyBites(unittest.TestCase):
         for bug, story in (
             (
                 "a page leaks",
-                "p = PagePool(4); a = p.allocate(1); p.release(a): p.held 0, yours 1",
+                "p = PagePool(1, 2); a = p.allocate(1); p.release(a): p.held 0, yours 1",
             ),
             (
                 "shared pages freed",
-                "p = PagePool(2, 5); a = p.allocate(3); c = p.fork(a, 1); p.release(a): p.held 1,"
+                "p = PagePool(6, 2); a = p.allocate(10); b = p.fork(a, 10); p.release(b): p.held 5,"
                 " yours 0",
             ),
             (
                 "no copy-on-write",
-                "p = PagePool(5, 5); a = p.allocate(1); p.append(a); d = p.fork(a, 2);"
-                " p.append(a, 1): a in 1 free pages, yours [0]",
+                "p = PagePool(6, 3); a = p.allocate(0); b = p.fork(a, 0); p.append(b,..."
+                " d = p.fork(b, 1); p.append(d, 3): d in 2 free pages, yours [0, 3]",
             ),
             (
                 "copies what is not shared",
-                "p = PagePool(3); a = p.allocate(7); p.append(a, 1): a in [0] and 0 free pages,"
+                "p = PagePool(5); a = p.allocate(1); p.append(a, 1): a in [0] and 0 free pages,"
                 " yours [1]",
             ),
             (
                 "shrinks",
-                "p = PagePool(1, 1); a = p.allocate(1); p.append(a, -1): an error, yours none",
+                "q = PagePool(1, 3); a = q.allocate(1); p = PagePool(1, 3); p.append(a, -1):"
+                " an error, yours none",
             ),
             (
                 "page size ignored",
-                "p = PagePool(6, 1); a = p.allocate(5): a in 5 free pages, yours [0]",
+                "q = PagePool(6, 2); a = q.allocate(12): a in 6 free pages, yours [0]",
             ),
         ):  # fmt: skip
             self.assertEqual(self.fault("PagePool", SABOTAGE["PagePool"][bug]), story)
@@ -2682,7 +2683,7 @@ class VerifyBites(unittest.TestCase):
         absent = property(lambda pool: pool.nothing)
         self.assertEqual(
             self.fault("PagePool", own_pool(allocate=lambda *args: None)),
-            "p = PagePool(6); a = p.allocate(1): must return what has table and tokens, not None",
+            "p = PagePool(6); a = p.allocate(0): must return what has table and tokens, not None",
         )
         self.assertEqual(
             self.fault("PagePool", lambda pages, size: OwnPool(pages, size)),
