@@ -42,7 +42,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
-import inspect
 import io
 import json
 import math
@@ -56,7 +55,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
-from itertools import count, islice, starmap
+from itertools import count, islice
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -1055,7 +1054,7 @@ class Scheduler:
         return tokens
 
     def preempt(self, victim: Request) -> None:
-        """Take all pages of a request away. It keeps its tokens, and waits in front of others."""
+        """Take all pages of a request away. It keeps its tokens, and waits in front of all."""
         self.pool.release(victim.sequence)
         victim.sequence, victim.computed, victim.decoding = None, 0, False
         victim.preempted = True
@@ -1701,22 +1700,25 @@ def worth_of_pages(
 ) -> list[float]:
     """Tokens/s of pages with 5% kept free, over those of `reserved` running, by each of the clocks.
 
-    Prefill is in the same steps. Each server runs once, at a second a step, and is timed after it.
+    Prefill is in the same steps. Each server runs once, at a second a step, and is timed after it:
+    steps of as many tokens together, because seconds are linear in what a step holds.
     """
     pages, rates = s["budget_tokens"]() // 16, []
     for kept, most in ((0, reserved), (0.05, 500)):
-        steps: list[tuple[float, float]] = []
+        held: defaultdict[float, list[float]] = defaultdict(list)  # in each step, by its tokens
 
         def one_second(
-            tokens: float, held_tokens: float, steps: list[tuple[float, float]] = steps
+            tokens: float, held_tokens: float, held: defaultdict[float, list[float]] = held
         ) -> float:
-            steps.append((tokens, held_tokens))
+            held[tokens].append(held_tokens)
             return 1.0
 
         served = s["serve"](requests, pages, 16, kept, most, STEP_TOKENS, one_second)
-        generated = served.tokens_per_s * max(1, len(steps))
-        rates.append([generated / (sum(starmap(clock, steps)) or 1) for clock in clocks])
-    return [many / few for few, many in zip(*rates)]
+        generated = served.tokens_per_s * max(1, sum(map(len, held.values())))
+        for clock in clocks:
+            seconds = sum(len(h) * clock(tokens, sum(h) / len(h)) for tokens, h in held.items())
+            rates.append(generated / (seconds or 1))
+    return [many / few for few, many in zip(rates, rates[len(clocks) :])]
 
 
 def memory_bars(s: Parts, rows: dict[str, Allocation]) -> str:
@@ -2365,9 +2367,11 @@ def drawn_calls(name: str) -> list[Call]:
 
     Where a budget or the KV of a token is drawn, there is room for a few tokens.
     """
+    from inspect import signature  # slow to load, and a lesson that is only read needs none of it
+
     draw, calls = Draw(), []
-    parameters = inspect.signature(globals()[name]).parameters
-    optional = [x for x in parameters if parameters[x].default is not inspect.Parameter.empty]
+    parameters = signature(globals()[name]).parameters
+    optional = [x for x, it in parameters.items() if it.default is not it.empty]
     n = 5 * (len(optional) + 3)
     for i in range(n):
         draw.size = (i + 1) / n
@@ -2597,8 +2601,10 @@ class Grading:
         try:
             return self.s[call.name](*args, **call.options)
         except TypeError:
+            from inspect import signature  # as above
+
             try:
-                inspect.signature(self.s[call.name]).bind(*args, **call.options)
+                signature(self.s[call.name]).bind(*args, **call.options)
             except TypeError as error:
                 raise Wrong(str(error)) from None
             raise
@@ -4245,10 +4251,9 @@ def parameter(mechanism: Callable[..., Any], name: str) -> Parameter:
 
 def checked(parameter: Parameter, value: Any) -> Any:
     """`value` as the parameter takes it, or an error that names both."""
-    name, convert, plain, least, most, optional = parameter
-    if value.__class__ in plain and least <= value <= most:
-        return value  # as nearly always: this costs next to nothing
-    return None if value is None and optional else convert(name, value)
+    if value is None and parameter.optional:
+        return None
+    return parameter.convert(parameter.name, value)
 
 
 def guarded(bare: Callable[..., Any]) -> Callable[..., Any]:
@@ -4256,13 +4261,18 @@ def guarded(bare: Callable[..., Any]) -> Callable[..., Any]:
     names = bare.__code__.co_varnames[: bare.__code__.co_argcount]
     parameters = {name: parameter(bare, name) for name in names}
     in_order = tuple(parameters.values())
+    bounds = [(parameter.plain, parameter.least, parameter.most) for parameter in in_order]
 
     @wraps(bare)
     def mechanism(*args: Any, **kwargs: Any) -> Any:
+        for value, (plain, least, most) in zip(args, bounds):
+            if value.__class__ not in plain or not least <= value <= most:
+                args = (*map(checked, in_order, args), *args[len(in_order) :])
+                break  # numbers that are what they should be come to no break: the usual case
         for name in kwargs:
             if name in parameters:  # or the call will say that there is none of this name
                 kwargs[name] = checked(parameters[name], kwargs[name])
-        return bare(*map(checked, in_order, args), *args[len(in_order) :], **kwargs)
+        return bare(*args, **kwargs)
 
     return mechanism
 
