@@ -1387,8 +1387,8 @@ each preempting with probability ((occupancy - 0.85) / 0.15)^2 above 85%, and ne
 
 {assumed}
 
-It has no scheduler in it. It knows neither how long answers get nor what is kept free. (Other seeds
-give {REPREFILLED_AT_95.least:,} to {REPREFILLED_AT_95.most:,} tokens at 95%.)
+It has no scheduler in it. It knows neither how long answers get nor what is kept free. (Seeds 0 to
+199 give {REPREFILLED_AT_95.least:,} to {REPREFILLED_AT_95.most:,} tokens at 95%.)
 """
 
 
