@@ -2,14 +2,16 @@
 """m02: KV cache memory and paged attention.
 
 To generate a token, a transformer attends to the keys and values of all tokens before it. A server
-keeps them instead of computing them again: the KV cache. One read of the weights serves every
-sequence of a step. KV belongs to one sequence, and grows with each of its tokens. So, once the
-weights are loaded, KV memory bounds how many sequences run at once.
+keeps them instead of computing them again: the KV cache. In a step, one pass through the model for
+all sequences that run, the weights are read once for all. KV is not shared so: each sequence has
+its own, and it grows with every token. So, once the weights are loaded, KV memory bounds how many
+sequences run at once.
 
     1  KV of a token    2 x layers x KV heads x head_dim x bytes a value
     2  slots            KV budget // (tokens reserved x KV of a token)
     3  pages            ceil(tokens / tokens a page)
-    4  saved            (n - 1) x prefix / (n x (prefix + what is private, on average))
+    4  saved            (n - 1) x prefix / (n x (prefix + private)): n requests share a prefix,
+                        and private is what each keeps to itself, on average
     5  break-even       KV of a token x FLOP/s / (2 x parameters)
     6  a step           max(weights / bandwidth, tokens x 2 x parameters / FLOP/s)
                         + tokens held x KV of a token / bandwidth
@@ -164,8 +166,9 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype_bytes: f
     """Bytes of KV cache that one token holds, over all layers.
 
     Every layer keeps one key and one value vector of `head_dim` values for each of its KV heads,
-    hence the 2. Query heads keep nothing, which is what grouped-query attention lives on (Ainslie
-    et al. 2023, "GQA"). `dtype_bytes` may be a fraction (llama.cpp's q8_0: 1.0625).
+    hence the 2. Query heads keep nothing, so grouped-query attention, in which several share a KV
+    head, saves memory (Ainslie et al. 2023, "GQA"). `dtype_bytes` may be a fraction (llama.cpp's
+    q8_0: 1.0625).
 
     >>> kv_bytes_per_token(layers=80, kv_heads=8, head_dim=128, dtype_bytes=2)
     327680
@@ -277,8 +280,8 @@ def contiguous(
 
     This is what servers did before paging: nobody knows how long an answer will get, so the longest
     allowed length is reserved (Kwon et al. 2023, "Efficient memory management for large language
-    model serving with PagedAttention", section 3.1). The budget decides the number of slots, and a
-    request takes one whatever its length, even one that does not fit it: `misfits` counts those.
+    model serving with PagedAttention", section 3.1). A slot is the memory reserved for one request.
+    Each request takes a slot, even if it is longer than that: `misfits` counts those that are.
 
     >>> contiguous([(600, 200), (900, 400), (100, 100)], 1024, budget_gib=1, kv_per_token=2**19)
     <Allocation: batch 2, 2,048 tokens held for 2,100, -2.5% wasted, 1 too long>
@@ -290,7 +293,7 @@ def contiguous(
 
 
 class Allocation(NamedTuple):
-    """How far an allocator got through a workload; all three allocators return one."""
+    """How far an allocator got through a workload: `contiguous`, `paged`, `shared_prefix`."""
 
     batch: int  # sequences admitted
     held_tokens: int  # tokens of memory reserved or allocated for them
@@ -336,7 +339,7 @@ Small slots look better than they are. The table admits a sequence whether or no
 A server with small slots would refuse those prompts or cut those answers off. Slots of 512 tokens
 "waste" {small.waste:.0%}: their sequences need {overfull:.2f}x the memory that is there.
 
-Three kinds of waste have names. Reserved memory waits for tokens still to come. Internal waste
+Three kinds of waste have names. Reserved memory waits for tokens that will come. Internal waste
 will never hold a token. External waste is free, but in holes too small for anybody. The table
 counts each sequence at its final length, so it shows internal waste.
 """
@@ -424,7 +427,7 @@ class PagePool:
         self.pages = pages
         self.page_tokens = page_tokens
         self.free_list = list(reversed(range(pages)))  # the next page to be taken is the last
-        self.sharers = [0] * pages  # how many block tables hold a page, beyond the first one
+        self.sharers = [0] * pages  # block tables that hold a page, less one; 0 if one or none
 
     def allocate(self, tokens: int) -> Sequence:
         """A new sequence of `tokens` tokens, on pages of its own; or OutOfPages."""
@@ -438,12 +441,12 @@ class PagePool:
         """
         table = sequence.table
         room = len(table) * self.page_tokens - sequence.tokens  # in the last page
-        copies = n > 0 and room > 0 and self.sharers[table[-1]] > 0
-        if n > room or copies:
-            pages = pages_for(sequence.tokens + n, self.page_tokens) - len(table)
-            taken = self.take(pages + copies)
-            if copies:
-                copy_on_write(self, sequence, taken.pop())
+        must_copy = n > 0 and room > 0 and self.sharers[table[-1]] > 0
+        if n > room or must_copy:
+            new_pages = pages_for(sequence.tokens + n, self.page_tokens) - len(table)
+            taken = self.take(new_pages + must_copy)
+            if must_copy:
+                copy_on_write(self, sequence, taken.pop())  # one for the copy, the rest lengthen
             table += taken
         sequence.tokens += n
 
@@ -600,11 +603,12 @@ def traced(call: str, sequence: Sequence, pool: PagePool, remark: str) -> str:
 # ----------------------------------------------------------------------- block 4: sharing a prefix
 
 
-def copy_on_write(pool: PagePool, sequence: Sequence, copy: int) -> None:
-    """Write on in a page `copy` of one's own: `append` calls this before it writes a shared page.
+def copy_on_write(pool: PagePool, sequence: Sequence, own_page: int) -> None:
+    """Put `own_page` in the place of the last page of `sequence`, which others share.
 
-    Only tables and counts are kept here; an engine also copies the K and V. vLLM has no such copy
-    for plain attention: it shares full pages only, and nobody writes to a full page.
+    `PagePool.append` calls this before it writes to a shared page. Only tables and counts are kept
+    here; an engine also copies the K and V. vLLM has no such copy for plain attention: it shares
+    full pages only, and nobody writes to a full page.
 
     >>> pool = PagePool(pages=8, page_tokens=16)
     >>> parent = pool.allocate(40)
@@ -614,7 +618,7 @@ def copy_on_write(pool: PagePool, sequence: Sequence, copy: int) -> None:
     ([0, 1, 2], [0, 1, 3])
     """
     pool.sharers[sequence.table[-1]] -= 1  # leave the shared page to the others
-    sequence.table[-1] = copy
+    sequence.table[-1] = own_page
 
 
 def prefixed_lengths(n: int, prefix: int, seed: int = 9) -> list[tuple[int, int]]:
@@ -638,8 +642,10 @@ def shared_prefix(
     A request shares min(prefix, prompt) tokens: a prompt shorter than the prefix is taken to be the
     start of it. The rest is its own. The prefix is stored first and stays, whoever shares it.
 
-    A request's own tokens start on a fresh page, even if the shared ones end within a page. With
-    `copy_on_write` the sequence copies that page and writes on, as the paper does (section 4.4).
+    A request's own tokens start on a fresh page. Shared tokens behind the last full page are then
+    counted in the stored page alone, which flatters: an engine that shares full pages only computes
+    and keeps them again. With `copy_on_write` the sequence copies that page and writes on, as the
+    paper does (section 4.4).
 
     >>> requests = [(40, 8), (30, 0), (40, 8)]
     >>> shared_prefix(requests, 40, page_tokens=16, budget_gib=1, kv_per_token=2**23).held_tokens
@@ -766,9 +772,10 @@ def flop_per_token(
     """FLOP of a forward pass for one token, averaged over a prefix.
 
     A multiply and an add for each parameter (Kaplan et al. 2020, "Scaling laws for neural language
-    models", section 2.1, who leave embeddings out; of a mixture of experts, `n_params` is what a
-    token passes through). With `attention`, each query head also multiplies with the key and adds
-    up the value of every earlier token: half the prefix, on average.
+    models", section 2.1, who leave embeddings out). Of a mixture of experts, `n_params` counts what
+    a token passes through. With `attention`, each query head also multiplies with the key of every
+    earlier token, and adds up its value: 2 FLOP each for every one of head_dim, hence the 4. There
+    are as many earlier tokens as half the prefix, on average.
     """
     earlier = prefix / 2 if attention else 0
     return 2 * n_params + 4 * layers * q_heads * head_dim * earlier
@@ -834,14 +841,14 @@ def shortest_fetch(gb_per_s: float) -> int:
     >>> shortest_fetch(7)
     34546
     """
-    recomputed, fetched = 0, MANY
-    while fetched - recomputed > 1:
-        middle = (recomputed + fetched) // 2
+    too_short, long_enough = 0, MANY
+    while long_enough - too_short > 1:
+        middle = (too_short + long_enough) // 2
         if break_even(attention=True, prefix=middle) < gb_per_s:
-            fetched = middle
+            long_enough = middle
         else:
-            recomputed = middle
-    return fetched
+            too_short = middle
+    return long_enough
 
 
 LESSON_5 = """
@@ -862,11 +869,11 @@ striped PCIe 4 drives do. One stream from object storage is taken to be 1 GB/s. 
 break-even to {fp8:.2f} GB/s.
 
 Each tier is one link that feeds all four GPUs. If each GPU loads its part of the KV over its own
-link, the break-even of a link is {by_link:.2f} GB/s at any TP, up to as many GPUs as KV heads. (TP1
-shows the pattern only: one card does not hold these weights.)
+link, links and FLOP/s grow together: the break-even of a link is {by_link:.2f} GB/s at any TP, up
+to as many GPUs as KV heads. (TP1 shows the pattern only: one card does not hold these weights.)
 
-The prefix length cancels, at 2N FLOP a token. Fetch time at 1 GB/s divided by recompute time is
-{bars} tokens.
+The prefix length cancels, at 2N FLOP a token. Fetch time at 1 GB/s divided by recompute time, by
+tokens: {bars}.
 
 Attention costs more the longer the prefix, so with it the length does not cancel:
 
@@ -940,7 +947,7 @@ class Request:
         self.prompt = prompt
         self.length = prompt + output  # tokens when it is done; no decision looks ahead to it
         self.known = prompt  # tokens: the prompt, and what has been generated
-        self.computed = 0  # of these, the tokens whose K and V are stored: all but the newest
+        self.computed = 0  # of the known tokens, those whose K and V are stored
         self.decoding = False  # its prefill is done
         self.preempted = False  # it has lost its pages at some time
         self.sequence: Any = None  # its block table, while it runs
@@ -954,7 +961,7 @@ class Step(NamedTuple):
     generated: int  # tokens generated
     held: int  # pages held, before those that leave release theirs
     preempted: int  # sequences that lost their pages
-    prefilled: int  # of `computed`, tokens that were known when their sequence entered
+    prefilled: int  # of `computed`, tokens of sequences whose prefill is not done
     reprefilled: int  # of `prefilled`, tokens of sequences that had been preempted before
     entered: int  # sequences that entered for the first time
 
@@ -992,27 +999,30 @@ class Scheduler:
         self.waiting.append(Request(prompt, output))
 
     def step(self) -> Step:
-        """Make one step: those that run compute, those that wait may enter, then all generate."""
+        """Make one step: those that run compute, those that wait may enter, then they generate.
+
+        While too few pages are free for one that runs, the sequence that entered last is preempted.
+        """
         pool, room = self.pool, self.max_batched_tokens
         scheduled: dict[Request, int] = {}  # how many tokens each computes
         preempted = entered = 0
 
         # Those that run, the oldest first: each computes what it knows and has not computed. While
-        # there is no page for that, the newest of all that run is preempted, perhaps itself.
+        # there are too few pages for that, the newest of all is preempted, perhaps itself.
         for request in self.running:
             tokens = min(request.known - request.computed, room)
             while request.sequence and not self.fits(request, tokens):
-                self.preempt(self.running.pop())  # the newest: it has not had its turn
+                self.preempt(self.running.pop())  # the newest; its turn would have come last
                 preempted += 1
-            if request.sequence:  # None: it was the newest itself
+            if request.sequence:  # it still has its pages: it was not the newest itself
                 scheduled[request] = self.compute(request, tokens)
                 room -= tokens
 
-        # Those that wait, from the front of the queue, unless somebody was preempted. All that the
-        # first one knows must fit, though it takes pages only for what it computes in this step.
+        # Those that wait, from the front of the queue, unless somebody was preempted. There must be
+        # pages for all that the first one knows, though it takes only those for what it computes.
         while self.waiting and not preempted and room and len(self.running) < self.max_running:
             request = self.waiting[0]
-            kept_free = self.kept_free if self.running else 0  # or it might never enter
+            kept_free = self.kept_free if self.running else 0  # alone, it may have all pages
             if pages_for(request.known, pool.page_tokens) + kept_free > pool.free:
                 break
             self.running.append(self.waiting.popleft())
@@ -1048,7 +1058,7 @@ class Scheduler:
         return new_pages <= self.pool.free
 
     def compute(self, request: Request, tokens: int) -> int:
-        """Store the K and V of `tokens` more tokens; a page is taken when the last one is full."""
+        """Store the K and V of `tokens` more tokens, and take pages for those that do not fit."""
         self.pool.append(request.sequence, tokens)
         request.computed += tokens
         return tokens
@@ -1309,9 +1319,10 @@ shows each after a step of Scheduler, as tokens computed: pages.
 {story}
 
 A sequence takes a page for the first token that no longer fits its last one: the page that was
-freed last. If no page is free, the sequence that entered last is preempted, even if it is the one
-that needs the page. It loses all its pages, and waits in front of all others. It enters again in a
-later step, when all its tokens fit, and computes them again.
+freed last. (A sequence frees its pages from the last to the first, so its first is taken first.) If
+too few pages are free, the sequence that entered last is preempted, even if it is the one that
+needs the page. It loses all its pages, and waits in front of all others. It enters again in a later
+step, when all its tokens fit, and computes them all.
 
 So vLLM decides (V1, version 0.33, first come first served). On 72 recorded workloads without prefix
 caching this scheduler makes the same steps as the engine's. Other engines choose otherwise: SGLang
@@ -1320,7 +1331,7 @@ preempts the sequence with the fewest tokens generated.
 Now 4,000 requests wait for {pages:,} pages, and a step computes at most {STEP_TOKENS:,} tokens
 (vLLM's default for a server on an H100). Chat is the workload; long swaps prompts and answers, and
 cuts answers at 4,096 tokens. "At most" is vLLM's max_num_seqs, "free" its watermark: the share of
-the pages that is kept free when a sequence enters.
+the pages that is kept free when a sequence enters while others run.
 
 {sweep}
 
@@ -1441,7 +1452,8 @@ def six_steps() -> str:
     arrivals = {1: {"a": (46, 5), "b": (47, 8)}, 2: {"c": (15, 6)}}
     remarks = (
         "a and b enter", "c enters", "b's 49th token takes page 7",
-        "a's 49th takes page 6 from c", "a leaves after this step", "c computes 15 + 2 again",
+        "a's 49th takes page 6 from c", "a ends; c enters a step later",
+        "c enters, computes 15 + 2",
     )  # fmt: skip
     for step, remark in enumerate(remarks, 1):
         for name, (prompt, output) in arrivals.get(step, {}).items():
