@@ -1619,8 +1619,8 @@ fill 95% of the pool (at most 1,024):
 
 {levers}
 
-Memory alone gains little beyond the ridge: FP8 weights leave {fp8_memory:.0f} GiB more for KV, and
-the tokens/s stay. With prefill, arithmetic in FP8 makes {fp8_chat:.1f}x for chat. In decode, FP8 KV
+Memory alone gains little beyond the ridge. FP8 weights leave {fp8_memory:.0f} GiB more for KV and
+are read in half the time, and the tokens/s stay. With prefill, arithmetic in FP8 makes {fp8_chat:.1f}x for chat. In decode, FP8 KV
 makes {fp8_kv_decode:.1f}x, because half as much is read.
 
 What to say in an interview, in this order:
