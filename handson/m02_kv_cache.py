@@ -2171,10 +2171,8 @@ def sized(
         ]
         for computed, held in ((running, held), (0, 0), (running, 0), (prompts / n, 0))
     )  # fmt: skip
-    prefill_ms = [
-        1000 * 2 * prefilled * (active_params or n_params) / (tp * tflops * 1e12 * mfu)
-        for mfu in (1, 0.5)
-    ]
+    flop = 2 * prefilled * (active_params or n_params)
+    prefill_ms = [1000 * flop / (tp * tflops * 1e12 * mfu) for mfu in (1, 0.5)]
     step_ms = [passed + more for passed, more in zip(pass_ms, prefill_ms)]
     return {
         "memory_gib": memory, "used_gib": memory * utilization, "weights_gib": weights,
@@ -3627,9 +3625,9 @@ def size(
     """Size a replica of `tp` cards for a model's config.json and (prompt, output) requests.
 
     `card` is a name in CARDS or (GiB, GB/s, dense TFLOP/s). `active_params` are those that a token
-    uses; a mixture of experts must say. Parameters take `weight_bytes` bytes, values of KV
-    `dtype_bytes` (None: what the config says). An engine may use `utilization` of the memory, and
-    needs `rest_gib` of each GPU for more than weights and KV (None: 5% of the card, as in block 1).
+    uses; a mixture of experts must say. A parameter takes `weight_bytes` bytes, a value of KV
+    `dtype_bytes` (None: 2). An engine may use `utilization` of the memory, and needs `rest_gib` of
+    each GPU for more than weights and KV (None: 5% of the card, as in block 1).
 
     The setting follows block 6: keep 5% of the pages free, and let as many run as fill the pool or
     the step. Where an engine cannot keep pages free, a cap of nine tenths of those that fill the
@@ -3740,7 +3738,7 @@ RECIPE = """\
 memory shown | {tp} x {card.gib:.2f} | {memory_gib:.2f} GiB
 of it in use | {memory_gib:.2f} x {utilization:g} | {used_gib:.2f} GiB
 weights | {params} x {weight_bytes:g} B / 2^30 | {weights_gib:.2f} GiB
-the rest, {rest_is} | {rest} | {rest_gib:.2f} GiB
+the rest, {rest} | {rest_gib:.2f} GiB
 KV budget | {used_gib:.2f} - {weights_gib:.2f} - {rest_gib:.2f} | {budget_gib:.2f} GiB
 a token, each GPU | {token} | {bytes_on_each:,} B
 a token, in all | {tp} x {bytes_on_each:,} | {kv_per_token:,} B
@@ -3784,9 +3782,9 @@ def recipe(config: Config, given: Parts, d: Deployment) -> None:
     figures: Parts = {
         **globals(), **given, **d._asdict(), "prompt": prompt, "output": output,
         "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
-        "unreserved": 1 - KEPT_FREE, "rest_is": "assumed" if rest is None else "given",
-        "rest": f"{d.memory_gib:.2f} x {REST_SHARE}" if rest is None else f"{tp} x {rest:g}",
-        "token": bytes_in_words(config, width, tp),
+        "unreserved": 1 - KEPT_FREE, "token": bytes_in_words(config, width, tp),
+        "rest": f"assumed | {d.memory_gib:.2f} x {REST_SHARE}" if rest is None
+        else f"given | {tp} x {rest:g}",
         "prompt_and_half": f"{prompt} + {output} / 2" if alike else "E[p x o + o^2 / 2] / E[o]",
         "most": f", at most {d.fill_step:,.1f}" if d.limit == "the step" else "",
         "sparse": f" x {n_params / 1e9:.6g} / {active / 1e9:.6g}" if active != n_params else "",
@@ -4379,8 +4377,11 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse, but a wrong argument is an exception rather than an exit."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError with argparse's message."""
-        raise UsageError(f"{message}; see --help")
+        """Raise UsageError with argparse's message, and the modes that there are."""
+        raise UsageError(
+            f"{message}; use nothing, --block N (N from 1 to 6), --quiet, --verify, --model FILE"
+            " [--budget GIB], --trace FILE, --predict or --help"
+        )
 
 
 # What is typed for an option becomes an argument, and may be what its parameter may be.

@@ -3353,7 +3353,8 @@ class CommandLine(unittest.TestCase):
                 status, printed, errors = refusal(*args)
                 self.assertEqual((status, printed), (2, ""))
                 self.assertRegex(
-                    errors, r"\Am02_kv_cache: [^\n]*--block N \(N from 1 to 6\)[^\n]*\n\Z"
+                    errors,
+                    r"\Am02_kv_cache: ([^\n]*--block N \(N from 1 to 6\)|--budget must)[^\n]*\n\Z",
                 )
         done = run(*args)  # the last of them as a process, with a line in ASCII
         self.assertEqual((done.returncode, done.stdout), (2, b""))
