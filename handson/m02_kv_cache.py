@@ -3643,7 +3643,7 @@ def size(
     if active_params is None and experts(config):
         raise ValueError(f"active_params is missing: config has {experts(config)}, and uses a few")
     if active_params is not None and active_params > n_params:
-        raise ValueError(f"active_params = {active_params:g} exceeds n_params = {n_params:g}")
+        raise ValueError(f"active_params = {active_params:g} is more than all {n_params:g}")
     requests = list(requests)
     resident = resident_tokens(requests)
 
@@ -3731,6 +3731,7 @@ def bytes_in_words(config: Config, width: float, tp: int) -> str:
 
 
 RECIPE = """\
+  {model}, tensor parallel {tp}; of each GPU:
   {card.gib:g} GiB as CUDA shows it, {card.gb_per_s:,g} GB/s, {card.tflops:g} TFLOP/s
   what is printed is rounded, tokens that fit and the cap down; a token costs 2
   FLOP for each parameter that it uses; half of a last page of 16 tokens is empty
@@ -3749,10 +3750,10 @@ fill a step | {STEP_TOKENS:,} / (1 + {prompt} / {output}) | {fill_step:,.1f} seq
 the limit | the lesser of the two | {limit}
 
   THE SETTING, with --max-num-batched-tokens {STEP_TOKENS}, --gpu-memory-utilization {utilization:g}
---max-model-len | the model's, at most the tokens that fit | {longest:,}
+--max-model-len | min(max_position_embeddings, what fits) | {longest:,}
 --watermark | pages kept free (vLLM 0.33 or later) | {KEPT_FREE}
 --max-num-seqs | the lesser of the two, rounded up | {max_num_seqs:,}
-without watermark | the cap: {CAP} x {fill_pool:,.1f}{most} | {cap:,}
+without watermark | the cap: {CAP} x {fill_pool:,.1f}{most} | {cap:,} sequences
 
 so there run | {unreserved:g} x {fill_pool:,.1f}{most} | {running:,.1f} sequences
 a step prefills | {running:,.1f} x {prompt} / {output} | {prefill_tokens:,.1f} tokens
@@ -3768,11 +3769,11 @@ a step, ms | decode + prefill + read KV | {step_ms}
 tokens/s | {running:,.1f} / a step | {tokens_per_s}
 requests/s | tokens/s / {output} | {requests_per_s}
 tokens/s, a user | 1 / a step | {per_user}
-first token, ms | read weights x max(1, {prompt} / ridge) | {first_token_ms}
+idle 1st token, ms | read weights x max(1, {prompt} / ridge) | {first_token_ms}
 """
 
 
-def recipe(config: Config, given: Parts, d: Deployment) -> None:
+def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
     """Print how `d` = size(config, **given) comes about: a line for each number, its name first."""
     tp, each, rest, n_params = (given[x] for x in ("tp", "weight_bytes", "rest_gib", "n_params"))
     active, width = given["active_params"] or n_params, given["dtype_bytes"] or DTYPE
@@ -3780,7 +3781,7 @@ def recipe(config: Config, given: Parts, d: Deployment) -> None:
     alike = len(set(given["requests"])) == 1
     longest = decoder_of(config)[1].get("max_position_embeddings")
     figures: Parts = {
-        **globals(), **given, **d._asdict(), "prompt": prompt, "output": output,
+        **globals(), **given, **d._asdict(), "model": model, "prompt": prompt, "output": output,
         "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
         "unreserved": 1 - KEPT_FREE, "token": bytes_in_words(config, width, tp),
         "rest": f"assumed | {d.memory_gib:.2f} x {REST_SHARE}" if rest is None
@@ -3799,14 +3800,15 @@ def recipe(config: Config, given: Parts, d: Deployment) -> None:
     for applies, note in (
         (d.fill_pool < 100, "Below 100 sequences the cap loses up to a tenth of the tokens/s."),
         (rest is None, "The rest (activations, CUDA graphs, communication) is assumed:"
-         f" {REST_SHARE:.0%} of what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB a"
-         " GPU. Yours prints the tokens that fit (vLLM: GPU KV cache size): --rest = (in use -"
-         " weights - tokens x a token, in all / 2^30) / GPUs."),
+         f" {REST_SHARE:.0%} of what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB"
+         f" a GPU, and each costs {GIB / d.bytes_on_each / d.resident:.1f} sequences. Yours prints"
+         " the tokens that fit (vLLM: GPU KV cache size). Then --rest is"
+         f" ({d.used_gib:.2f} - {d.weights_gib:.2f} - tokens x {d.kv_per_token:,} / 2^30) / {tp}."),
         (alike, "Where lengths differ, long answers stay longer, so sequences hold more: --trace."),
-        (each < DTYPE, "Arithmetic is taken in 16 bits; --card GIB,GB/S,TFLOP/S may say another."),
-        (active != n_params, "Every expert is read in every step: too slow for small steps."),
-        (d.kv_per_token > kv_bytes(config, 1, width), "Each GPU keeps all of a latent, or of a KV"
-         " head: as many tokens fit as one GPU holds. Attention in data parallel keeps each once."),
+        (each < DTYPE, "Arithmetic has the rate of 16 bits; --card GIB,GB/S,TFLOP/S may differ."),
+        (active != n_params, "Steps are taken to read every expert: small ones are faster."),
+        (d.kv_per_token > kv_bytes(config, 1, width), "GPUs hold copies of a latent or a KV head:"
+         " as many tokens fit as one GPU holds. Attention in data parallel keeps each once."),
         (d.bytes_on_each < kv_bytes(config, 1, width, tp), "Layers with a window keep less:"
          f" a token's share of {d.resident:,.0f} is counted."),
     ):  # fmt: skip
@@ -3916,9 +3918,7 @@ def deploy(mode: argparse.Namespace, config: Config, s: Parts) -> None:
         "dtype_bytes": mode.kv, "utilization": mode.utilization or UTILIZATION,
         "rest_gib": mode.rest,
     }  # fmt: skip
-    sized = s["size"](config, **given)
-    print(f"  {ascii_line(mode.model)}, tensor parallel {mode.gpus}; of each GPU:")
-    recipe(config, given, sized)
+    recipe(ascii_line(mode.model), config, given, s["size"](config, **given))
 
 
 # --------------------------------------------------------------------------------------- predict
@@ -4456,10 +4456,8 @@ def run(mode: argparse.Namespace) -> int:
             else:
                 model_table(mode.model, config, mode.budget, parts())
         except (TypeError, ValueError) as error:
-            message = str(error)
-            for option, its in OPTIONS.items():
-                message = message.replace(f"{its.name} = ", f"--{option} = ")
-            raise UsageError(f"--model {mode.model}: {message}") from None
+            told = str(error).replace("tp =", "--gpus =").replace("active_params =", "--active =")
+            raise UsageError(f"--model {mode.model}: {told}") from None
     elif mode.trace is not None:
         requests = requests_at(mode.trace)
         try:

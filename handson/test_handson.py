@@ -1578,7 +1578,7 @@ class Sizing(unittest.TestCase):
             (lambda: lesson.size({"text_config": {"n_routed_experts": 9}}, [(1, 1)], card, 1e9),
              ValueError, "active_params is missing: config has n_routed_experts = 9"),
             (lambda: lesson.size(QWEN_32B, [(1, 1)], card, 3e9, active_params=4e9), ValueError,
-             r"active_params = 4e\+09 exceeds n_params = 3e\+09"),
+             r"active_params = 4e\+09 is more than all 3e\+09"),
             (lambda: lesson.size(QWEN_32B, [(1, 1)], "L4", 32.8e9), ValueError,
              "no memory is left for KV: 22.03 GiB x 0.92 - 61.09 of weights of 2 B - 1.10 for"),
             (lambda: lesson.size(QWEN_32B, [(1, 1), (10**6, 1)], card, 32.8e9, **fits), ValueError,
@@ -1650,6 +1650,24 @@ class Sizing(unittest.TestCase):
                     followed += 1
             self.assertEqual(followed, 35, printed)
 
+    def test_the_rest_by_what_an_engine_prints(self):
+        config, printed = json.dumps(LLAMA_8B).encode(), {}
+        l4 = changed("--params", "8.03e9", "--gpus", "1", "--card", "L4")
+        for rest in ([], ["--rest", "2.5"]):
+            _, text = call_main(*l4, *rest, entered=config)
+            printed[bool(rest)] = " ".join(text.split())
+        formula = re.search(r"Then --rest is (.*?)\. ", printed[False])[1].replace(",", "")
+        tokens = int(
+            re.search(r"tokens that fit = .*? = ([\d,]+)", printed[True])[1].replace(",", "")
+        )
+        by_hand = eval(formula.replace("^", "**").replace(" x ", " * "), {"tokens": tokens})
+        self.assertAlmostEqual(by_hand, 2.5, delta=0.011)
+        costs = float(re.search(r"each costs ([\d.]+) sequences", printed[False])[1])
+        fill = [
+            float(re.search(r"fill the pool .*? = ([\d.]+)", printed[x])[1]) for x in (False, True)
+        ]
+        self.assertAlmostEqual(fill[0] - fill[1], (2.5 - 0.05 * 22.03) * costs, delta=0.2)
+
     def test_real_traffic(self):
         chat = lesson.seq_lengths(600)
         text = "\ufeffGeneratedTokens,TIMESTAMP,ContextTokens\r\n" + "".join(
@@ -1713,7 +1731,7 @@ class Sizing(unittest.TestCase):
                 (changed("--params", "8,000"), plain, "--params must be a number, not '8,000'$"),
                 (changed("--params", "nan"), plain, "params must be"),
                 (changed("--active", "99e9"), plain,
-                 r"--active = 9.9e\+10 exceeds --params = 3.28e\+10$"),
+                 r"--active = 9.9e\+10 is more than all 3.28e\+10$"),
                 (changed("--gpus", "0"), plain, "cache: --gpus must be from 1 to .*, not 0$"),
                 (changed("--gpus", "1.5"), plain, "gpus must be a whole number"),
                 (changed("--gpus", "3"), plain, "--gpus = 3 does not divide the 40 query heads$"),
