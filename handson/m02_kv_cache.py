@@ -3731,7 +3731,6 @@ def bytes_in_words(config: Config, width: float, tp: int) -> str:
 
 
 RECIPE = """\
-  {model}, tensor parallel {tp}; of each GPU:
   {card.gib:g} GiB as CUDA shows it, {card.gb_per_s:,g} GB/s, {card.tflops:g} TFLOP/s
   what is printed is rounded, tokens that fit and the cap down; a token costs 2
   FLOP for each parameter that it uses; half of a last page of 16 tokens is empty
@@ -3781,7 +3780,7 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
     alike = len(set(given["requests"])) == 1
     longest = decoder_of(config)[1].get("max_position_embeddings")
     figures: Parts = {
-        **globals(), **given, **d._asdict(), "model": model, "prompt": prompt, "output": output,
+        **globals(), **given, **d._asdict(), "prompt": prompt, "output": output,
         "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
         "unreserved": 1 - KEPT_FREE, "token": bytes_in_words(config, width, tp),
         "rest": f"assumed | {d.memory_gib:.2f} x {REST_SHARE}" if rest is None
@@ -3791,6 +3790,7 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
         "sparse": f" x {n_params / 1e9:.6g} / {active / 1e9:.6g}" if active != n_params else "",
         "longest": min(longest, d.tokens) if isinstance(longest, int) else d.tokens,
     }  # fmt: skip
+    print(f"  {model}, tensor parallel {tp}; of each GPU:")
     for line in RECIPE.format_map(figures).splitlines():
         print("  {:<18} = {:<41} = {}".format(*line.split(" | ")) if "|" in line else line)
     say(
