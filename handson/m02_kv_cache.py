@@ -2171,8 +2171,9 @@ def sized(
     tokens = NAIVE["budget_tokens"](budget, tp * on_each)
     fill_pool, fill_step = tokens / resident, NAIVE["step_fills"](requests, 8192)
     running = max(1, min(0.95 * fill_pool, fill_step))
-    step_tokens, prompt = running * 8192 / fill_step, sum(p for p, _ in requests) / len(requests)
-    step_ms, weights_ms, first_token_ms = (
+    n, prompts, outputs = len(requests), *map(sum, zip(*requests))
+    prefilled, held = running * prompts / outputs, running * resident
+    pass_ms, weights_ms, decode_ms, first_token_ms = (
         [
             1000 * NAIVE["step_seconds"](
                 computed, held, tp * on_each, n_params, tflops * 1e12, gb_per_s, tp, mfu, mbu,
@@ -2180,24 +2181,24 @@ def sized(
             )
             for mfu, mbu in ((1, 1), (0.5, 0.8))
         ]
-        for computed, held in ((step_tokens, running * resident), (0, 0), (prompt, prompt))
+        for computed, held in ((running, held), (0, 0), (running, 0), (prompts / n, 0))
     )  # fmt: skip
-    compute_ms = [
-        1000 * 2 * step_tokens * (active_params or n_params) / (tp * tflops * 1e12 * mfu)
-        for mfu in (1, 0.5)
-    ]
+    flop = 2 * prefilled * (active_params or n_params)
+    prefill_ms = [1000 * flop / (tp * tflops * 1e12 * mfu) for mfu in (1, 0.5)]
+    step_ms = [passed + more for passed, more in zip(pass_ms, prefill_ms)]
     return {
         "memory_gib": memory, "used_gib": memory * utilization, "weights_gib": weights,
         "rest_gib": rest, "budget_gib": budget, "bytes_on_each": on_each,
         "kv_per_token": tp * on_each, "tokens": tokens, "resident": resident,
         "fill_pool": fill_pool, "fill_step": fill_step,
         "max_num_seqs": max(1, math.ceil(min(fill_pool, fill_step))),
-        "max_num_seqs_alone": max(1, int(min(fill_pool - 2 * fill_pool**0.5, fill_step))),
-        "running": running, "step_tokens": step_tokens, "held_tokens": running * resident,
-        "ridge": [step_tokens * x / y for x, y in zip(weights_ms, compute_ms)],
-        "weights_ms": weights_ms, "compute_ms": compute_ms,
-        "kv_ms": [step - max(both) for step, *both in zip(step_ms, weights_ms, compute_ms)],
+        "cap": max(1, int(min(0.9 * fill_pool, fill_step))),
+        "running": running, "prefill_tokens": prefilled, "held_tokens": held,
+        "ridge": [prefilled * x / y for x, y in zip(weights_ms, prefill_ms)],
+        "weights_ms": weights_ms, "decode_ms": decode_ms, "prefill_ms": prefill_ms,
+        "kv_ms": [passed - decode for passed, decode in zip(pass_ms, decode_ms)],
         "step_ms": step_ms, "tokens_per_s": [1000 * running / step for step in step_ms],
+        "requests_per_s": [1000 * running / step / (outputs / n) for step in step_ms],
         "per_user": [1000 / step for step in step_ms], "first_token_ms": first_token_ms,
     }  # fmt: skip
 
@@ -3574,8 +3575,7 @@ CARDS = {
     "MI300X": Card(191.98, 5300, 1307),  # PyTorch; AMD MI300X datasheet, 2023
 }
 REST_SHARE = 0.05  # of a card, for all but weights and KV: in block 1 it is 15.7 of 318.6 GiB
-UTILIZATION = 0.92  # vLLM's default
-KEPT_FREE = 0.05  # the watermark of block 6's rule
+KEPT_FREE, CAP = 0.05, 0.9  # block 6's rules: the watermark, or a share of those that fill a pool
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
@@ -3606,16 +3606,18 @@ class Deployment(NamedTuple):
     fill_step: float  # sequences whose decode and prefill fill a step of 8,192 tokens
     limit: str  # the lesser of the two
     max_num_seqs: int  # with 5% of the pages kept free
-    max_num_seqs_alone: int  # for an engine that cannot keep pages free
+    cap: int  # max_num_seqs of an engine that cannot keep pages free
     running: float  # sequences, with 5% kept free
-    step_tokens: float  # what they compute in a step
-    held_tokens: float  # whose KV they read
+    prefill_tokens: float  # of prompts, in a mean step
+    held_tokens: float  # whose KV it reads
     ridge: Range  # tokens a step from which computing takes longer than reading the weights
-    weights_ms: Range
-    compute_ms: Range
+    weights_ms: Range  # to read them
+    decode_ms: Range
+    prefill_ms: Range
     kv_ms: Range
     step_ms: Range
     tokens_per_s: Range
+    requests_per_s: Range
     per_user: Range  # tokens/s of one sequence
     first_token_ms: Range  # of a mean prompt, on an idle server
 
@@ -3635,13 +3637,14 @@ def size(
     """Size a replica of `tp` cards for a model's config.json and (prompt, output) requests.
 
     `card` is a name in CARDS or (GiB, GB/s, dense TFLOP/s). `active_params` are those that a token
-    uses; a mixture of experts must say. Parameters take `weight_bytes` bytes, values of KV
-    `dtype_bytes` (None: what the config says). An engine may use `utilization` of the memory, and
-    needs `rest_gib` of each GPU for more than weights and KV (None: 5% of the card, as in block 1).
+    uses; a mixture of experts must say. A parameter takes `weight_bytes` bytes, a value of KV
+    `dtype_bytes` (None: 2). An engine may use `utilization` of the memory, and needs `rest_gib` of
+    each GPU for more than weights and KV (None: 5% of the card, as in block 1).
 
     The setting follows block 6: keep 5% of the pages free, and let as many run as fill the pool or
-    the step. Where an engine cannot keep pages free, n - 2 sqrt(n) of the n that fill the pool.
-    Times are step_seconds at the peak, and at 50% MFU and 80% of the bandwidth.
+    the step. Where an engine cannot keep pages free, a cap of nine tenths of those that fill the
+    pool. Most steps only decode, so a mean step takes step_seconds of decoding and its share of the
+    prompts' arithmetic: at the peak, and at 50% MFU and 80% of the bandwidth.
 
     >>> llama = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
     ...     "num_key_value_heads": 8, "hidden_size": 4096}
@@ -3661,8 +3664,8 @@ def size(
     budget = memory * utilization - weights - rest
     if budget <= 0:
         raise ValueError(
-            f"no memory is left for KV: {memory:.2f} GiB x {utilization:g}"
-            f" - {weights:.2f} of weights - {rest:.2f} for the rest = {budget:.2f}"
+            f"no memory is left for KV: {memory:.2f} GiB x {utilization:g} - {weights:.2f} of"
+            f" weights of {weight_bytes:g} B - {rest:.2f} for the rest = {budget:.2f}"
         )
     length = math.ceil(resident)  # where layers have a window, a longer sequence costs less a token
     on_each = math.ceil(kv_bytes(config, length, dtype_bytes, tp) / length)
@@ -3675,42 +3678,44 @@ def size(
         raise ValueError(f"a request of {longest:,} tokens never fits a pool of {tokens:,}")
 
     fill_pool, fill_step = tokens / resident, step_fills(requests, STEP_TOKENS)
-    alone = min(fill_pool - 2 * math.sqrt(fill_pool), fill_step)
     running = max(1, min((1 - KEPT_FREE) * fill_pool, fill_step))
-    step_tokens, held_tokens = running * STEP_TOKENS / fill_step, running * resident
-    prompt = sum(prompt for prompt, _ in requests) / len(requests)
+    prompt, output = (sum(column) / len(requests) for column in zip(*requests))
+    prefill_tokens, held_tokens = running * prompt / output, running * resident
 
     def pace(mfu: float, mbu: float) -> tuple[float, ...]:
         speed: Parts = {
             "n_params": n_params, "active_params": active_params, "weight_bytes": weight_bytes,
             "flops_per_gpu": card.tflops * 1e12, "gb_per_s": card.gb_per_s, "mfu": mfu, "mbu": mbu,
         }  # fmt: skip
-
-        def ms(tokens: float, held_tokens: float) -> float:
-            return 1000 * step_seconds(tokens, held_tokens, kv_per_token, tp=tp, **speed)
-
-        ridge, weights, step = ridge_tokens(**speed), ms(0, 0), ms(step_tokens, held_tokens)
+        weights, decode, both, first = (
+            1000 * step_seconds(tokens, held, kv_per_token, tp=tp, **speed)
+            for tokens, held in ((0, 0), (running, 0), (running, held_tokens), (prompt, 0))
+        )
+        ridge = ridge_tokens(**speed)
+        prefill = weights * prefill_tokens / ridge
+        step = both + prefill
+        per_s = 1000 * running / step
         return (
-            ridge, weights, weights * step_tokens / ridge, ms(0, held_tokens) - weights, step,
-            1000 * running / step, 1000 / step, ms(prompt, prompt),
+            ridge, weights, decode, prefill, both - decode, step, per_s, per_s / output,
+            1000 / step, first,
         )  # fmt: skip
 
     return Deployment(
         memory, memory * utilization, weights, rest, budget, on_each, kv_per_token, tokens,
         resident, fill_pool, fill_step, "KV memory" if fill_pool <= fill_step else "the step",
-        max(1, math.ceil(min(fill_pool, fill_step))), max(1, int(alone)),
-        running, step_tokens, held_tokens, *map(Range, pace(1, 1), pace(0.5, 0.8)),
+        math.ceil(min(fill_pool, fill_step)), max(1, int(min(CAP * fill_pool, fill_step))),
+        running, prefill_tokens, held_tokens, *map(Range, pace(1, 1), pace(0.5, 0.8)),
     )  # fmt: skip
 
 
 def experts(config: Config) -> str:
     """What a config says of a mixture of experts, or nothing."""
     _, decoder = decoder_of(config)
-    for name in EXPERTS:
-        if isinstance(decoder.get(name), int) and decoder[name] > 1:
-            return f"{name} = {decoder[name]}"
-    kind = decoder.get("model_type")
-    return f"model_type = {kind}" if isinstance(kind, str) and "moe" in kind else ""
+    for name in (*EXPERTS, "model_type"):
+        told = decoder.get(name)
+        if (isinstance(told, int) and told > 1) or (isinstance(told, str) and "moe" in told):
+            return f"{name} = {told}"
+    return ""
 
 
 def card_of(name: str, value: Any) -> Card:
@@ -3725,27 +3730,27 @@ def card_of(name: str, value: Any) -> Card:
         gib, gb_per_s, tflops = value
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be (GiB, GB/s, TFLOP/s), not {shown(value)}") from None
-    figures = {"GiB": gib, "GB/s": gb_per_s, "TFLOP/s": tflops}
-    return Card(*(number(f"{name} {unit}", x, 1e-3, 1e6) for unit, x in figures.items()))
+    least = {"GiB": (gib, 1), "GB/s": (gb_per_s, 50), "TFLOP/s": (tflops, 1)}  # or it is TB/s
+    return Card(*(number(f"{name} {unit}", *x, 10**6) for unit, x in least.items()))
 
 
 def bytes_in_words(config: Config, width: float, tp: int) -> str:
     """How a token's bytes on one GPU come about, where all layers that keep some are alike."""
     layers = layers_of(config, tp)
-    _, words, most = layers[0]
-    if layers == [layers[0]] * len(layers) and most == math.inf:
-        return f"{len(layers)} layers x {words} x {width:g} B"
+    if len(set(layers)) == 1 and layers[0].most == math.inf:
+        return f"{len(layers)} layers x {layers[0].words} x {width:g} B"
     return f"kv_bytes(config, tp={tp}), from its class"
 
 
 RECIPE = """\
-  each: {card.gib:g} GiB, {tb_per_s:g} TB/s, {card.tflops:g} TFLOP/s (what is printed is rounded)
-  a token costs 2 FLOP for each parameter that it uses
+  {card.gib:g} GiB as CUDA shows it, {card.gb_per_s:,g} GB/s, {card.tflops:g} TFLOP/s
+  what is printed is rounded, tokens that fit and the cap down; a token costs 2
+  FLOP for each parameter that it uses; half of a last page of 16 tokens is empty
 
 memory shown | {tp} x {card.gib:.2f} | {memory_gib:.2f} GiB
 of it in use | {memory_gib:.2f} x {utilization:g} | {used_gib:.2f} GiB
 weights | {params} x {weight_bytes:g} B / 2^30 | {weights_gib:.2f} GiB
-the rest, {rest_is} | {rest} | {rest_gib:.2f} GiB
+the rest, {rest} | {rest_gib:.2f} GiB
 KV budget | {used_gib:.2f} - {weights_gib:.2f} - {rest_gib:.2f} | {budget_gib:.2f} GiB
 a token, each GPU | {token} | {bytes_on_each:,} B
 a token, in all | {tp} x {bytes_on_each:,} | {kv_per_token:,} B
@@ -3755,83 +3760,77 @@ fill the pool | {tokens:,} / {resident:,.1f} | {fill_pool:,.1f} sequences
 fill a step | {STEP_TOKENS:,} / (1 + {prompt} / {output}) | {fill_step:,.1f} sequences
 the limit | the lesser of the two | {limit}
 
-  THE SETTING, with max_num_batched_tokens {STEP_TOKENS:,}
-max_model_len | the tokens that fit, or the engine stops | at most {tokens:,}
-watermark | pages kept free (vLLM 0.33 or later) | {KEPT_FREE}
-max_num_seqs | the lesser of the two, rounded up | {max_num_seqs:,}
-without watermark | {pool} - 2 x sqrt({pool}){most} | max_num_seqs {max_num_seqs_alone:,}
-so there run | {unreserved:g} x {pool}{most} | {running:,.1f} sequences
-a step computes | {running:,.1f} x (1 + {prompt} / {output}) | {step_tokens:,.1f} tokens
+  THE SETTING, with --max-num-batched-tokens {STEP_TOKENS}, --gpu-memory-utilization {utilization:g}
+--max-model-len | min(max_position_embeddings, what fits) | {longest:,}
+--watermark | pages kept free (vLLM 0.33 or later) | {KEPT_FREE}
+--max-num-seqs | the lesser of the two, rounded up | {max_num_seqs:,}
+without watermark | the cap: {CAP} x {fill_pool:,.1f}{most} | {cap:,} sequences
+
+so there run | {unreserved:g} x {fill_pool:,.1f}{most} | {running:,.1f} sequences
+a step prefills | {running:,.1f} x {prompt} / {output} | {prefill_tokens:,.1f} tokens
 a step reads KV of | {running:,.1f} x {resident:,.1f} | {held_tokens:,.0f} tokens
 
                                                                       peak  50%, 80%
-ridge, tokens | {card.tflops:g} / {tb_per_s:g}{wider}{sparse} | {ridge}
+ridge, tokens | {card.tflops:g} / {tb_per_s:g} x {weight_bytes:g} B / 2 FLOP{sparse} | {ridge}
 read weights, ms | {params} x {weight_bytes:g} / ({tp} x {tb_per_s:g}e12) | {weights_ms}
-compute, ms | {step_tokens:,.1f} / ridge x that | {compute_ms}
+decode, ms | read weights x max(1, {running:,.1f} / ridge) | {decode_ms}
+prefill, ms | read weights x {prefill_tokens:,.1f} / ridge | {prefill_ms}
 read KV, ms | {held_tokens:,.0f} x {kv_per_token:,} / ({tp} x {tb_per_s:g}e12) | {kv_ms}
-a step, ms | the longer of the first two, + KV | {step_ms}
+a step, ms | decode + prefill + read KV | {step_ms}
 tokens/s | {running:,.1f} / a step | {tokens_per_s}
+requests/s | tokens/s / {output} | {requests_per_s}
 tokens/s, a user | 1 / a step | {per_user}
-first token, ms | {prompt} tokens in a step of their own | {first_token_ms}
+idle 1st token, ms | read weights x max(1, {prompt} / ridge) | {first_token_ms}
 """
 
 
-def recipe(config: Config, given: Parts, d: Deployment) -> None:
+def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
     """Print how `d` = size(config, **given) comes about: a line for each number, its name first."""
     tp, each, rest, n_params = (given[x] for x in ("tp", "weight_bytes", "rest_gib", "n_params"))
     active, width = given["active_params"] or n_params, given["dtype_bytes"] or DTYPE
     prompt, output = (f"{sum(column) / len(column):,.6g}" for column in zip(*given["requests"]))
     alike = len(set(given["requests"])) == 1
+    longest = decoder_of(config)[1].get("max_position_embeddings")
     figures: Parts = {
         **globals(), **given, **d._asdict(), "prompt": prompt, "output": output,
         "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
-        "unreserved": 1 - KEPT_FREE, "rest_is": "assumed" if rest is None else "given",
-        "rest": f"{d.memory_gib:.2f} x {REST_SHARE}" if rest is None else f"{tp} x {rest:g}",
-        "token": bytes_in_words(config, width, tp),
+        "unreserved": 1 - KEPT_FREE, "token": bytes_in_words(config, width, tp),
+        "rest": f"assumed | {d.memory_gib:.2f} x {REST_SHARE}" if rest is None
+        else f"given | {tp} x {rest:g}",
         "prompt_and_half": f"{prompt} + {output} / 2" if alike else "E[p x o + o^2 / 2] / E[o]",
-        "pool": f"{d.fill_pool:,.1f}",
         "most": f", at most {d.fill_step:,.1f}" if d.limit == "the step" else "",
-        "wider": f" x {each:g} / 2" if each != DTYPE else "",
         "sparse": f" x {n_params / 1e9:.6g} / {active / 1e9:.6g}" if active != n_params else "",
+        "longest": min(longest, d.tokens) if isinstance(longest, int) else d.tokens,
     }  # fmt: skip
+    print(f"  {model}, tensor parallel {tp}; of each GPU:")
     for line in RECIPE.format_map(figures).splitlines():
         print("  {:<18} = {:<41} = {}".format(*line.split(" | ")) if "|" in line else line)
     say(
-        """Left, the hardware's peak; right, 50% MFU and 80% of the bandwidth. Neither includes
-        communication between GPUs or the FLOP of attention. Tokens/s are an upper bound: few steps
-        carry a prompt and most only decode, so near the ridge or below it up to a third less is
-        made."""
+        """Left, the hardware's peak; right, 50% MFU and 80% of the bandwidth: ridge x 0.5 / 0.8,
+        reading / 0.8. Neither includes communication between GPUs or the FLOP of attention."""
     )
-    if d.fill_pool < 100:
-        say(
-            """With a watermark max_num_seqs is only a ceiling. Without one the cap costs more
-            tokens/s here than preemption does: from 100 sequences on it pays."""
-        )
-    if rest is None:
-        say(
-            f"""The rest (activations, CUDA graphs, communication) is assumed: {REST_SHARE:.0%} of
-            what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB a GPU. Yours prints
-            the tokens that fit (vLLM: GPU KV cache size). Then the rest is what is in use, less
-            weights and these tokens, for each GPU; give it as --rest GIB."""
-        )
-    if alike:
-        say("Where lengths differ, sequences hold more, for long answers stay longer: --trace.")
-    if each < DTYPE:
-        say("Arithmetic is taken in 16 bits; --card GIB,GB/S,TFLOP/S may say another rate.")
-    if active != n_params:
-        say("Every expert is read in every step: true of large steps, too slow for small ones.")
-    if d.kv_per_token > kv_bytes(config, 1, width):
-        say(
-            """A latent, or a KV head where there are more GPUs, is whole on each GPU: the tokens
-            that fit are what the budget of one GPU holds."""
-        )
-    if d.bytes_on_each < kv_bytes(config, 1, width, tp):
-        say(f"Layers with a window keep less: a token's share of {d.resident:,.0f} is counted.")
+    for applies, note in (
+        (d.fill_pool < 100, "Below 100 sequences the cap loses up to a tenth of the tokens/s."),
+        (rest is None, "The rest (activations, CUDA graphs, communication) is assumed:"
+         f" {REST_SHARE:.0%} of what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB"
+         f" a GPU, and each costs {GIB / d.bytes_on_each / d.resident:.1f} sequences. Yours prints"
+         " the tokens that fit (vLLM: GPU KV cache size). Then --rest is"
+         f" ({d.used_gib:.2f} - {d.weights_gib:.2f} - tokens x {d.kv_per_token:,} / 2^30) / {tp}."),
+        (alike, "Where lengths differ, long answers stay longer, so sequences hold more: --trace."),
+        (each < DTYPE, "Arithmetic has the rate of 16 bits; --card GIB,GB/S,TFLOP/S may differ."),
+        (active != n_params, "Steps are taken to read every expert: small ones are faster."),
+        (d.kv_per_token > kv_bytes(config, 1, width), "GPUs hold copies of a latent or a KV head:"
+         " as many tokens fit as one GPU holds. Attention in data parallel keeps each once."),
+        (d.bytes_on_each < kv_bytes(config, 1, width, tp), "Layers with a window keep less:"
+         f" a token's share of {d.resident:,.0f} is counted."),
+    ):  # fmt: skip
+        if applies:
+            say(note)
 
 
 def figure(result: float) -> str:
     """Three digits or more."""
-    return f"{result:,.{0 if result >= 999.5 else 1 if result >= 10 else 2}f}"
+    return f"{result:,.{0 if result >= 999.5 else 1 if result >= 10 else 2 if result >= 1 else 3}f}"
 
 
 class Traffic(NamedTuple):
@@ -3931,9 +3930,7 @@ def deploy(mode: argparse.Namespace, config: Config, s: Parts) -> None:
         "dtype_bytes": mode.kv, "utilization": mode.utilization or UTILIZATION,
         "rest_gib": mode.rest,
     }  # fmt: skip
-    sized = s["size"](config, **given)
-    print(f"  {ascii_line(mode.model)} on {mode.gpus} GPU{'s' if mode.gpus > 1 else ''}")
-    recipe(config, given, sized)
+    recipe(ascii_line(mode.model), config, given, s["size"](config, **given))
 
 
 # --------------------------------------------------------------------------------------- predict
@@ -4231,9 +4228,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "PagePool.__init__ pages": (1, 10**7),  # it has a list of them
     "float": (TINY, HUGE), "gib": (0, HUGE), "private": (0, HUGE), "held_tokens": (0, HUGE),
     "budget_gib": (TINY, 1e9), "rest_gib": (0, 1e6), "shortest_fetch gb_per_s": (1e-3, HUGE),
-    "size n_params": (1e6, HUGE), "size active_params": (1e6, HUGE), "size tp": (1, 10**6),
+    "size n_params": (10**6, HUGE), "size active_params": (10**6, HUGE), "size tp": (1, 10**6),
+    "size weight_bytes": (0.01, 4), "size dtype_bytes": (0.01, 4),  # bytes, not bits
     "model_table budget_gib": (1e-6, 1e9),
-    "mfu": (TINY, 1), "mbu": (TINY, 1), "utilization": (TINY, 1), "occupancy": (0, 1),
+    "mfu": (TINY, 1), "mbu": (TINY, 1), "utilization": (0.01, 1), "occupancy": (0, 1),
     "watermark": (0, math.nextafter(1, 0)),  # less than 1, as the engine takes it
     "dtype_bytes": (0.01, 1000), "weight_bytes": (0.01, 1000),
 }  # fmt: skip
@@ -4381,10 +4379,6 @@ usage: m02_kv_cache [one of the following]
   --predict     guess six numbers first, and see how far off you are
   --help        this text
 """
-MODES = (
-    "use nothing, --block N (N from 1 to 6), --quiet, --verify, --model FILE [--budget GIB],"
-    " --trace FILE, --predict or --help"
-)
 
 
 class UsageError(Exception):
@@ -4395,8 +4389,11 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse, but a wrong argument is an exception rather than an exit."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError with argparse's message."""
-        raise UsageError(f"{message}; {MODES}")
+        """Raise UsageError with argparse's message, and the modes that there are."""
+        raise UsageError(
+            f"{message}; use nothing, --block N (N from 1 to 6), --quiet, --verify, --model FILE"
+            " [--budget GIB], --trace FILE, --predict or --help"
+        )
 
 
 # What is typed for an option becomes an argument, and may be what its parameter may be.
@@ -4416,11 +4413,11 @@ def typed(option: str, text: str) -> Any:
     argument: Any = text
     with contextlib.suppress(ValueError):
         numbers = [int(x) if x.is_integer() else x for x in map(float, text.split(","))]
-        argument = numbers if len(numbers) > 1 else numbers[0]
+        argument = {1: numbers[0], 3: numbers}.get(len(numbers), text)
     try:
-        return checked(OPTIONS[option]._replace(name=option), argument)
+        return checked(OPTIONS[option]._replace(name=f"--{option}"), argument)
     except (TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise UsageError(error) from None
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -4471,7 +4468,8 @@ def run(mode: argparse.Namespace) -> int:
             else:
                 model_table(mode.model, config, mode.budget, parts())
         except (TypeError, ValueError) as error:
-            raise UsageError(f"--model {mode.model}: {error}") from None
+            told = str(error).replace("tp =", "--gpus =").replace("active_params =", "--active =")
+            raise UsageError(f"--model {mode.model}: {told}") from None
     elif mode.trace is not None:
         requests = requests_at(mode.trace)
         try:
