@@ -3299,7 +3299,7 @@ CHANGES = (  # planted on the page, each to be found on its line
     ("[PASS] B3", "[FAIL] B3"),  # a captured output
     ("Llama-3.1 405B  ", "Llama-4.1 405B  "),  # the output of a snippet
     ('bar "holds tokens" [30.5', 'bar "holds tokens" [31.5'),  # a picture
-    ("and *enough* batch", "and *enough* 1.2 batch"),  # prose
+    ("batch at the ridge", "batch at the 1.2 ridge"),  # prose
     ("30% in Grow and copy", "31% in Grow and copy"),
     ("| 9.26 GB/s |", "| 9.27 GB/s |"),  # a table
     ("9.26 = break_even()", "9.26 = break_even(tp=8)"),  # a mark
