@@ -1281,11 +1281,11 @@ LOSS_CACHED = {"chat": Spread(-0.2, 2.9, 5.3), "long": Spread(11.7, 19.2, 21.4)}
 # (the median draw): tokens computed again, and tokens/s lost to the best of the row, in percent.
 # Each is the worst of seeds 0 to 49 of seq_lengths(6000).
 RULES_COST = {
-    ("chat", 1 / 8, 54): ((32.5, 7.2), (5.4, 0.0), (0.0, 1.8), (10.4, 6.9)),
-    ("chat", 1, 432): ((11.9, 6.6), (0.0, 0.9), (0.0, 0.9), (2.8, 2.3)),
-    ("long", 1 / 8, 56): ((277.0, 8.2), (142.7, 3.0), (29.5, 0.0), (43.7, 7.0)),
-    ("long", 1 / 2, 224): ((227.8, 21.4), (39.0, 3.1), (1.6, 0.0), (16.4, 3.3)),
-    ("long", 1, 447): ((191.9, 22.1), (15.7, 2.3), (0.9, 0.8), (1.0, 1.4)),
+    ("chat", 1 / 8, 54): ((33, 7.2), (5, 0.0), (0, 1.8), (10, 6.9)),
+    ("chat", 1, 432): ((12, 6.6), (0, 0.9), (0, 0.9), (3, 2.3)),
+    ("long", 1 / 8, 56): ((277, 8.2), (143, 3.0), (30, 0.0), (44, 7.0)),
+    ("long", 1 / 2, 224): ((228, 21.4), (39, 3.1), (2, 0.0), (16, 3.3)),
+    ("long", 1, 447): ((192, 22.1), (16, 2.3), (1, 0.8), (1, 1.4)),
 }
 
 # vLLM's pull request 44594: the watermarks, preemptions and output tokens/s measured there; and
@@ -1522,7 +1522,7 @@ def rules_table() -> str:
         "   mix     n       nothing       1% free       5% free   at most 0.9 n",
         "{:>6}{:>6}{:>14}{:>14}{:>14}{:>16}",
         (
-            (mix, n, *(f"{again:.0f}%, {lost:.1f}%" for again, lost in costs))
+            (mix, n, *(f"{again}%, {lost}%" for again, lost in costs))
             for (mix, _, n), costs in RULES_COST.items()
         ),
     )
