@@ -318,7 +318,14 @@ class Allocation(NamedTuple):
         )
 
 
-WASTE_AT_8192 = Spread(0.779, 0.839, 0.888)  # seeds 0 to 199 of seq_lengths(4000)
+# Over seeds 0 to 199 of seq_lengths(4000): the waste, and how many are too long, by reservation.
+WASTE_AT_2048, WASTE_AT_8192 = Spread(0.261, 0.349, 0.451), Spread(0.779, 0.839, 0.888)
+TOO_LONG = {
+    2048: Spread(27, 43.5, 59),
+    4096: Spread(1, 5, 12),
+    8192: Spread(0, 0, 3),
+    32_768: Spread(0, 0, 0),
+}
 
 LESSON_2 = """
 {sweep}
@@ -326,8 +333,9 @@ LESSON_2 = """
 A slot is the memory reserved for one sequence, prompt and answer together. The allocator reserves
 the longest length it allows, because nobody knows how long an answer will get.
 
-(One draw of the workload decides the waste: at 8,192 it is {WASTE_AT_8192.least:.1%} to
-{WASTE_AT_8192.most:.1%} over seeds 0 to 199.)
+(One draw of the workload decides the waste. Over seeds 0 to 199 it is {WASTE_AT_2048.least:.1%} to
+{WASTE_AT_2048.most:.1%} at 2,048, and {WASTE_AT_8192.least:.1%} to {WASTE_AT_8192.most:.1%} at
+8,192.)
 
 Small slots look better than they are. The table admits a sequence whether or not it fits its slot:
 
@@ -357,9 +365,12 @@ def b2(s: Parts, show: bool) -> Parts:
             ),
         )
         misfits = table(
-            "     reserve   too long for it",
-            "{:>12,}{:>10} of {}",
-            ((reserve, row.misfits, row.batch) for reserve, row in rows.items()),
+            "     reserve   too long for it   seeds 0-199",
+            "{:>12,}{:>10} of {:<5}{:>6} to {}",
+            (
+                (reserve, row.misfits, row.batch, TOO_LONG[reserve].least, TOO_LONG[reserve].most)
+                for reserve, row in rows.items()
+            ),
         )
         small = contiguous(requests, 512)
         overfull = small.logical_tokens / small.held_tokens
@@ -680,7 +691,8 @@ def expected_saving(n: int, prefix: int, private: float = MEAN_PRIVATE) -> float
     return (n - 1) * prefix / tokens if tokens else 0.0
 
 
-SAVED_BEHIND_4096 = Spread(0.835, 0.866, 0.890)  # seeds 0 to 199 of prefixed_lengths(64, 4096)
+# Over seeds 0 to 199 of prefixed_lengths(64, 4096).
+SAVED_BEHIND_4096, EXTRA_BATCH = Spread(0.835, 0.866, 0.890), Spread(6.0, 7.5, 9.1)
 
 LESSON_4 = """
 A pool of 8 pages, 16 tokens each; b shares 40 tokens of a:
@@ -699,7 +711,8 @@ without sharing. In whole pages of 16 the prefix of 4,096 takes {pages_gib:.2f} 
 
 Every row is one draw, seed 9, and that is the luckiest of 2,000. With a prefix of 4,096 a saving of
 {expected:.1%} is to be expected, which is an extra batch of {expected_batch:.1f}x. (Seeds 0 to 199:
-{SAVED_BEHIND_4096.least:.1%} to {SAVED_BEHIND_4096.most:.1%}.)
+{SAVED_BEHIND_4096.least:.1%} to {SAVED_BEHIND_4096.most:.1%}, and {EXTRA_BATCH.least:.1f}x to
+{EXTRA_BATCH.most:.1f}x.)
 
 From some dozens of requests on, more of them save barely more: with a prefix of 512 tokens, 64 save
 {of_64:.1%} and 256 save {of_256:.1%}. The ceiling is prefix / (prefix +
@@ -1277,6 +1290,8 @@ AGAIN = {
 LOSS = {"chat": Spread(2.6, 5.1, 8.1), "long": Spread(12.1, 20.05, 22.2)}
 LOSS_CACHED = {"chat": Spread(-0.2, 2.9, 5.3), "long": Spread(11.7, 19.2, 21.4)}
 
+FILL_THE_POOL = Spread(406, 430, 454)  # of chat, over seeds 0 to 199 of seq_lengths(4000)
+
 # Rules for what to leave free. By mix, share of the lesson's pool, and how many sequences fill that
 # (the median draw): tokens computed again, and tokens/s lost to the best of the row, in percent.
 # Each is the worst of seeds 0 to 49 of seq_lengths(6000).
@@ -1331,7 +1346,7 @@ nobody waits. Tok/s are the roofline's, at the hardware's peak.
 For long answers the onset is a cliff, for chat a slope. Against the best row with nothing kept
 free, allowing 500 costs long answers a fifth of the tokens/s, and chat a twentieth. (Seeds 0 to 49:
 {LOSS[long].least:g}% to {LOSS[long].most:g}%, and {LOSS[chat].least:g}% to {LOSS[chat].most:g}%.)
-This seed is a calm draw: most draws compute more again at 425.
+For long answers seed 5 is a calm draw: at 425 the median is {AGAIN[long][2].median:.0f}%.
 
 With prefix caching, vLLM's default, a preempted sequence finds those of its pages that nobody has
 taken. With 500 allowed and nothing kept free:
@@ -1348,7 +1363,8 @@ decode, and E[prompt] / E[output] for the prefill of its successor:
 
 {limits}
 
-In the last row the step is the least: the pool is never full, and nobody is preempted.
+In the last row the step is the least: the pool is never full, and nobody is preempted. (Over seeds
+0 to 199, {FILL_THE_POOL.least} to {FILL_THE_POOL.most} fill the pool.)
 
 How much to leave free? What the pool holds swings around its average, and a pool overflows by its
 peaks. Two rules against none, on pools that n sequences fill on average: keep pages free, or cap at
@@ -1542,9 +1558,14 @@ def measured_table() -> str:
 # ------------------------------------------------------------------------------ assembly and parts
 
 
-# Over seeds 0 to 199: the batch of the assembly's last row. Over seeds 0 to 49: what pages with 5%
-# kept free are worth over 69 running, with prefill in the same steps, at the peak and below it.
+# Over seeds 0 to 199: the batch of the assembly's last row; what pages are worth in decode, at the
+# peak and below it; and the first lever's tokens/s for chat, with prefill.
 BATCH_BEHIND_2K = Spread(916, 1075.5, 1214)
+DECODE_AT_THE_PEAK, DECODE_BELOW_IT = Spread(2.57, 2.72, 2.89), Spread(1.98, 2.07, 2.19)
+CHAT_WITH_PREFILL = Spread(5477, 5817, 6097)
+
+# Over seeds 0 to 49: what pages with 5% kept free are worth over 69 running, with prefill in the
+# same steps, at the peak and below it.
 WORTH_AT_THE_PEAK, WORTH_BELOW_IT = Spread(1.50, 1.56, 1.60), Spread(1.26, 1.30, 1.34)
 WORTH_IN_SMALL_STEPS = Spread(1.32, 1.36, 1.40)  # at the peak, with 512 tokens a step
 
@@ -1575,15 +1596,17 @@ What the batch buys, in decode alone, each sequence at its final length. On the 
 {rates}
 
 {batch_factor:.1f}x the batch is {decode:.1f}x the tokens/s at the peak, and {decode_below:.1f}x on
-the right. Up to the ridge, {ridge:.0f} tokens a step for a dense model at the peak, FLOPs lie idle
-while the weights are read. There one more sequence costs only the reading of its KV. Beyond it,
-more batch buys waiting.
+the right. (Seeds 0 to 199: {DECODE_AT_THE_PEAK.least}x to {DECODE_AT_THE_PEAK.most}x, and
+{DECODE_BELOW_IT.least}x to {DECODE_BELOW_IT.most}x.) Up to the ridge, {ridge:.0f} tokens a step for
+a dense model at the peak, FLOPs lie idle while the weights are read. There one more sequence costs
+only the reading of its KV. Beyond it, more batch buys waiting.
 
 With prefill in the same steps (block 6's server, chat, 5% kept free) pages make {with_prefill:.1f}x
 the tokens/s of {reserved.batch} running sequences at the peak, and {with_prefill_below:.1f}x at
 {MFU:.0%} MFU and {MBU:.0%} of the bandwidth. (Seeds 0 to 49: {WORTH_AT_THE_PEAK.least:.2f}x to
-{WORTH_AT_THE_PEAK.most:.2f}x, in the middle {WORTH_AT_THE_PEAK.median:.2f}x; and
-{WORTH_BELOW_IT.least:.2f}x to {WORTH_BELOW_IT.most:.2f}x.) The size of a step moves the
+{WORTH_AT_THE_PEAK.most:.2f}x, and {WORTH_BELOW_IT.least:.2f}x to {WORTH_BELOW_IT.most:.2f}x. Seed 5
+lies near the top: the medians are {WORTH_AT_THE_PEAK.median:.2f}x and
+{WORTH_BELOW_IT.median:.2f}x.) The size of a step moves the
 {with_prefill:.1f}x: with 512 tokens a step instead of {STEP_TOKENS:,} it is
 {WORTH_IN_SMALL_STEPS.least:.2f}x to {WORTH_IN_SMALL_STEPS.most:.2f}x.
 
@@ -1607,7 +1630,9 @@ fill 95% of the pool (at most 1,024):
 
 Memory alone gains little beyond the ridge: FP8 weights leave {fp8_memory:.0f} GiB more for KV, and
 the tokens/s stay. With prefill, arithmetic in FP8 makes {fp8_chat:.1f}x for chat. In decode, FP8 KV
-makes {fp8_kv_decode:.1f}x, because half as much is read.
+makes {fp8_kv_decode:.1f}x, because half as much is read. (The first row's
+{plain.chat:,.0f} for chat is {CHAT_WITH_PREFILL.least:,} to {CHAT_WITH_PREFILL.most:,} over seeds 0
+to 199, the median {CHAT_WITH_PREFILL.median:,}.)
 
 What to say in an interview, in this order:
 
