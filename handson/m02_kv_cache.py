@@ -321,7 +321,14 @@ class Allocation(NamedTuple):
         )
 
 
-WASTE_AT_8192 = Spread(0.779, 0.839, 0.888)  # seeds 0 to 199 of seq_lengths(4000)
+# Over seeds 0 to 199 of seq_lengths(4000): the waste, and how many are too long, by reservation.
+WASTE_AT_2048, WASTE_AT_8192 = Spread(0.261, 0.349, 0.451), Spread(0.779, 0.839, 0.888)
+TOO_LONG = {
+    2048: Spread(27, 43.5, 59),
+    4096: Spread(1, 5, 12),
+    8192: Spread(0, 0, 3),
+    32_768: Spread(0, 0, 0),
+}
 
 LESSON_2 = """
 {sweep}
@@ -329,8 +336,9 @@ LESSON_2 = """
 A slot is the memory reserved for one sequence, prompt and answer together. The allocator reserves
 the longest length it allows, because nobody knows how long an answer will get.
 
-(One draw of the workload decides the waste: at 8,192 it is {WASTE_AT_8192.least:.1%} to
-{WASTE_AT_8192.most:.1%} over seeds 0 to 199.)
+(One draw of the workload decides the waste. Over seeds 0 to 199 it is {WASTE_AT_2048.least:.1%} to
+{WASTE_AT_2048.most:.1%} at 2,048, and {WASTE_AT_8192.least:.1%} to {WASTE_AT_8192.most:.1%} at
+8,192.)
 
 Small slots look better than they are. The table admits a sequence whether or not it fits its slot:
 
@@ -360,9 +368,12 @@ def b2(s: Parts, show: bool) -> Parts:
             ),
         )
         misfits = table(
-            "     reserve   too long for it",
-            "{:>12,}{:>10} of {}",
-            ((reserve, row.misfits, row.batch) for reserve, row in rows.items()),
+            "     reserve   too long for it   seeds 0-199",
+            "{:>12,}{:>10} of {:<5}{:>6} to {}",
+            (
+                (reserve, row.misfits, row.batch, TOO_LONG[reserve].least, TOO_LONG[reserve].most)
+                for reserve, row in rows.items()
+            ),
         )
         small = contiguous(requests, 512)
         overfull = small.logical_tokens / small.held_tokens
@@ -686,7 +697,8 @@ def expected_saving(n: int, prefix: int, private: float = MEAN_PRIVATE) -> float
     return (n - 1) * prefix / tokens if tokens else 0.0
 
 
-SAVED_BEHIND_4096 = Spread(0.835, 0.866, 0.890)  # seeds 0 to 199 of prefixed_lengths(64, 4096)
+# Over seeds 0 to 199 of prefixed_lengths(64, 4096).
+SAVED_BEHIND_4096, EXTRA_BATCH = Spread(0.835, 0.866, 0.890), Spread(6.0, 7.5, 9.1)
 
 LESSON_4 = """
 A pool of 8 pages, 16 tokens each; b shares 40 tokens of a:
@@ -705,7 +717,8 @@ without sharing. In whole pages of 16 the prefix of 4,096 takes {pages_gib:.2f} 
 
 Every row is one draw, seed 9, and that is the luckiest of 2,000. With a prefix of 4,096 a saving of
 {expected:.1%} is to be expected, which is an extra batch of {expected_batch:.1f}x. (Seeds 0 to 199:
-{SAVED_BEHIND_4096.least:.1%} to {SAVED_BEHIND_4096.most:.1%}.)
+{SAVED_BEHIND_4096.least:.1%} to {SAVED_BEHIND_4096.most:.1%}, and {EXTRA_BATCH.least:.1f}x to
+{EXTRA_BATCH.most:.1f}x.)
 
 From some dozens of requests on, more of them save barely more: with a prefix of 512 tokens, 64 save
 {of_64:.1%} and 256 save {of_256:.1%}. The ceiling is prefix / (prefix +
@@ -1287,16 +1300,18 @@ AGAIN = {
 LOSS = {"chat": Spread(2.6, 5.1, 8.1), "long": Spread(12.1, 20.05, 22.2)}
 LOSS_CACHED = {"chat": Spread(-0.2, 2.9, 5.3), "long": Spread(11.7, 19.2, 21.4)}
 
-# Rules for what to leave free: (tokens computed again, tokens/s lost to the best of the rules), in
-# percent and at worst over seeds 0 to 2 of 6,000 requests, on a share of the lesson's pool.
-RULES = (("chat", 1 / 8), ("chat", 1), ("long", 1 / 8), ("long", 1 / 2), ("long", 1))
-RULES_COST = (
-    ((29.4, 6.4), (4.5, 0.0), (0.0, 1.6), (7.8, 5.2)),
-    ((10.1, 5.9), (0.0, 0.2), (0.0, 0.4), (0.4, 1.5)),
-    ((265.7, 7.7), (136.7, 2.6), (27.4, 0.0), (26.5, 5.9)),
-    ((221.7, 20.9), (39.0, 2.9), (0.6, 0.0), (4.7, 1.9)),
-    ((188.8, 21.7), (11.3, 1.4), (0.0, 0.8), (0.0, 0.5)),
-)
+FILL_THE_POOL = Spread(406, 430, 454)  # of chat, over seeds 0 to 199 of seq_lengths(4000)
+
+# Rules for what to leave free. By mix, share of the lesson's pool, and how many sequences fill that
+# (the median draw): tokens computed again, and tokens/s lost to the best of the row, in percent.
+# Each is the worst of seeds 0 to 49 of seq_lengths(6000).
+RULES_COST = {
+    ("chat", 1 / 8, 54): ((33, 7.2), (5, 0.0), (0, 1.8), (10, 6.9)),
+    ("chat", 1, 432): ((12, 6.6), (0, 0.9), (0, 0.9), (3, 2.3)),
+    ("long", 1 / 8, 56): ((277, 8.2), (143, 3.0), (30, 0.0), (44, 7.0)),
+    ("long", 1 / 2, 224): ((228, 21.4), (39, 3.1), (2, 0.0), (16, 3.3)),
+    ("long", 1, 447): ((192, 22.1), (16, 2.3), (1, 0.8), (1, 1.4)),
+}
 
 # vLLM's pull request 44594: the watermarks, preemptions and output tokens/s measured there; and
 # what `serve` preempts on 100 draws of its workload (5% to 95%), without anything fitted.
@@ -1305,9 +1320,9 @@ MEASURED = (1065, 400, 187, 168, 168)
 MEASURED_RATES = (11_582, 12_134, 12_167, 11_835, 11_635)
 SIMULATED = ((943, 1203), (343, 418), (192, 238), (134, 195), (130, 179))
 
-# A burst of 500 into a server of long answers at 90% of its capacity, over seeds 0 to 6: how many
+# A burst of 500 into a server of long answers at 90% of its capacity, over seeds 0 to 49: how many
 # wait after 40 minutes with nothing kept free. With 5% kept free nobody waits 400 s after it.
-BURST_WAITING = Spread(3404, 3756, 4017)
+BURST_WAITING = Spread(3113, 3782, 4243)
 
 # Over seeds 0 to 199: the assumed curve's tokens at 95%.
 REPREFILLED_AT_95 = Spread(782_182, 882_596.5, 976_033)
@@ -1342,7 +1357,7 @@ nobody waits. Tok/s are the roofline's, at the hardware's peak.
 For long answers the onset is a cliff, for chat a slope. Against the best row with nothing kept
 free, allowing 500 costs long answers a fifth of the tokens/s, and chat a twentieth. (Seeds 0 to 49:
 {LOSS[long].least:g}% to {LOSS[long].most:g}%, and {LOSS[chat].least:g}% to {LOSS[chat].most:g}%.)
-This seed is a calm draw: most draws compute more again at 425.
+For long answers seed 5 is a calm draw: at 425 the median is {AGAIN[long][2].median:.0f}%.
 
 With prefix caching, vLLM's default, a preempted sequence finds those of its pages that nobody has
 taken. With 500 allowed and nothing kept free:
@@ -1359,12 +1374,13 @@ decode, and E[prompt] / E[output] for the prefill of its successor:
 
 {limits}
 
-In the last row the step is the least: the pool is never full, and nobody is preempted.
+In the last row the step is the least: the pool is never full, and nobody is preempted. (Over seeds
+0 to 199, {FILL_THE_POOL.least} to {FILL_THE_POOL.most} fill the pool.)
 
 How much to leave free? What the pool holds swings around its average, and a pool overflows by its
 peaks. Two rules against none, on pools that n sequences fill on average: keep pages free, or cap at
-0.9 n. A cell is the tokens computed again, then the tokens/s below the best rule's, each the worst
-of three draws:
+0.9 n. A cell is the tokens computed again, then the tokens/s below the best of its row, each the
+worst of 50 draws:
 
 {rules}
 
@@ -1385,7 +1401,7 @@ to it.
 A server that preempts much may not come back. Long answers arrive at 90% of what the server can do,
 and once 500 come at the same time. With nothing kept free, {BURST_WAITING.least:,} to
 {BURST_WAITING.most:,} wait after 40 minutes, and the queue still grows. With 5% kept free the queue
-is empty 400 seconds after the burst. (Seven draws of seven, looked at every 200 seconds.) In the
+is empty 400 seconds after the burst. (50 draws of 50, looked at every 200 seconds.) In the
 table above, long at 500 makes {thrashing:.0%} of the tokens/s of its row with 5% free. A load
 between the two keeps a server where it is.
 
@@ -1416,7 +1432,7 @@ def b6(s: Parts, show: bool) -> Parts:
         story, sweep = six_steps(), sweep_table(served)
         caching = caching_table(workloads, pages, served)
         limits = limits_table(workloads["chat"], pages, served)
-        rules, measured = rules_table(workloads, pages), measured_table()
+        rules, measured = rules_table(), measured_table()
         best_watermark = max(MEASURED_RATES) / MEASURED_RATES[0] - 1
         calm, stuck = served["long", 500, 0.05], served["long", 500, 0]
         thrashing = stuck.tokens_per_s / calm.tokens_per_s
@@ -1528,17 +1544,15 @@ def limits_table(
     )
 
 
-def rules_table(workloads: dict[str, list[tuple[int, int]]], pages: int) -> str:
+def rules_table() -> str:
     """What each rule costs, by the size of the pool."""
-    full = {mix: pages * 16 / resident_tokens(lengths) for mix, lengths in workloads.items()}
-    rows = [
-        (mix, share * full[mix], *(f"{again:.0f}%, {lost:.1f}%" for again, lost in costs))
-        for (mix, share), costs in zip(RULES, RULES_COST)
-    ]
     return table(
         "   mix     n       nothing       1% free       5% free   at most 0.9 n",
-        "{:>6}{:>6.0f}{:>14}{:>14}{:>14}{:>16}",
-        rows,
+        "{:>6}{:>6}{:>14}{:>14}{:>14}{:>16}",
+        (
+            (mix, n, *(f"{again}%, {lost}%" for again, lost in costs))
+            for (mix, _, n), costs in RULES_COST.items()
+        ),
     )
 
 
@@ -1556,9 +1570,14 @@ def measured_table() -> str:
 # ------------------------------------------------------------------------------ assembly and parts
 
 
-# Over seeds 0 to 199: the batch of the assembly's last row. Over seeds 0 to 49: what pages with 5%
-# kept free are worth over 69 running, with prefill in the same steps, at the peak and below it.
+# Over seeds 0 to 199: the batch of the assembly's last row; what pages are worth in decode, at the
+# peak and below it; and the first lever's tokens/s for chat, with prefill.
 BATCH_BEHIND_2K = Spread(916, 1075.5, 1214)
+DECODE_AT_THE_PEAK, DECODE_BELOW_IT = Spread(2.57, 2.72, 2.89), Spread(1.98, 2.07, 2.19)
+CHAT_WITH_PREFILL = Spread(5477, 5817, 6097)
+
+# Over seeds 0 to 49: what pages with 5% kept free are worth over 69 running, with prefill in the
+# same steps, at the peak and below it.
 WORTH_AT_THE_PEAK, WORTH_BELOW_IT = Spread(1.50, 1.56, 1.60), Spread(1.26, 1.30, 1.34)
 WORTH_IN_SMALL_STEPS = Spread(1.32, 1.36, 1.40)  # at the peak, with 512 tokens a step
 
@@ -1589,15 +1608,17 @@ What the batch buys, in decode alone, each sequence at its final length. On the 
 {rates}
 
 {batch_factor:.1f}x the batch is {decode:.1f}x the tokens/s at the peak, and {decode_below:.1f}x on
-the right. Up to the ridge, {ridge:.0f} tokens a step for a dense model at the peak, FLOPs lie idle
-while the weights are read. There one more sequence costs only the reading of its KV. Beyond it,
-more batch buys waiting.
+the right. (Seeds 0 to 199: {DECODE_AT_THE_PEAK.least}x to {DECODE_AT_THE_PEAK.most}x, and
+{DECODE_BELOW_IT.least}x to {DECODE_BELOW_IT.most}x.) Up to the ridge, {ridge:.0f} tokens a step for
+a dense model at the peak, FLOPs lie idle while the weights are read. There one more sequence costs
+only the reading of its KV. Beyond it, more batch buys waiting.
 
 With prefill in the same steps (block 6's server, chat, 5% kept free) pages make {with_prefill:.1f}x
 the tokens/s of {reserved.batch} running sequences at the peak, and {with_prefill_below:.1f}x at
 {MFU:.0%} MFU and {MBU:.0%} of the bandwidth. (Seeds 0 to 49: {WORTH_AT_THE_PEAK.least:.2f}x to
-{WORTH_AT_THE_PEAK.most:.2f}x, in the middle {WORTH_AT_THE_PEAK.median:.2f}x; and
-{WORTH_BELOW_IT.least:.2f}x to {WORTH_BELOW_IT.most:.2f}x.) The size of a step moves the
+{WORTH_AT_THE_PEAK.most:.2f}x, and {WORTH_BELOW_IT.least:.2f}x to {WORTH_BELOW_IT.most:.2f}x. Seed 5
+lies near the top: the medians are {WORTH_AT_THE_PEAK.median:.2f}x and
+{WORTH_BELOW_IT.median:.2f}x.) The size of a step moves the
 {with_prefill:.1f}x: with 512 tokens a step instead of {STEP_TOKENS:,} it is
 {WORTH_IN_SMALL_STEPS.least:.2f}x to {WORTH_IN_SMALL_STEPS.most:.2f}x.
 
@@ -1620,8 +1641,10 @@ fill 95% of the pool (at most 1,024):
 {levers}
 
 Memory alone gains little beyond the ridge. FP8 weights leave {fp8_memory:.0f} GiB more for KV and
-are read in half the time, and the tokens/s stay. With prefill, arithmetic in FP8 makes {fp8_chat:.1f}x for chat. In decode, FP8 KV
-makes {fp8_kv_decode:.1f}x, because half as much is read.
+are read in half the time, and the tokens/s stay. With prefill, arithmetic in FP8 makes
+{fp8_chat:.1f}x for chat. In decode, FP8 KV makes {fp8_kv_decode:.1f}x, because half as much is
+read. (Chat with prefill, first row: {CHAT_WITH_PREFILL.least:,} to {CHAT_WITH_PREFILL.most:,} over
+seeds 0 to 199, in the middle {CHAT_WITH_PREFILL.median:,}.)
 
 What to say in an interview, in this order:
 
