@@ -44,6 +44,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import gc
 import io
 import json
 import math
@@ -2159,9 +2160,9 @@ def one_at_a_time(
 
 def assumed_curve(occupancy: float, n: int = 2000, seed: int = 3) -> int:
     """The tokens of those of n steps that preempt."""
-    rng, tokens = random.Random(seed), 0
+    rng, tokens, chance = random.Random(seed), 0, max(0, (occupancy - 0.85) / 0.15) ** 2
     for _ in range(n):
-        if rng.random() < max(0, (occupancy - 0.85) / 0.15) ** 2:
+        if rng.random() < chance:
             tokens += int(rng.lognormvariate(6.4, 1.0))
     return tokens
 
@@ -4562,6 +4563,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is there now stays: the collector need not look at it again
     exit_status = main()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while Python ends: no traceback
