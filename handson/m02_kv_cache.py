@@ -2,14 +2,16 @@
 """m02: KV cache memory and paged attention.
 
 To generate a token, a transformer attends to the keys and values of all tokens before it. A server
-keeps them instead of computing them again: the KV cache. One read of the weights serves every
-sequence of a step. KV belongs to one sequence, and grows with each of its tokens. So, once the
-weights are loaded, KV memory bounds how many sequences run at once.
+keeps them instead of computing them again: the KV cache. In a step, one pass through the model for
+all sequences that run, the weights are read once for all. KV is not shared so: each sequence has
+its own, and it grows with every token. So, once the weights are loaded, KV memory bounds how many
+sequences run at once.
 
     1  KV of a token    2 x layers x KV heads x head_dim x bytes a value
     2  slots            KV budget // (tokens reserved x KV of a token)
     3  pages            ceil(tokens / tokens a page)
-    4  saved            (n - 1) x prefix / (n x (prefix + what is private, on average))
+    4  saved            (n - 1) x prefix / (n x (prefix + private)): n requests share a prefix,
+                        and private is what each keeps to itself, on average
     5  break-even       KV of a token x FLOP/s / (2 x parameters)
     6  a step           max(weights / bandwidth, tokens x 2 x parameters / FLOP/s)
                         + tokens held x KV of a token / bandwidth
@@ -164,8 +166,9 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype_bytes: f
     """Bytes of KV cache that one token holds, over all layers.
 
     Every layer keeps one key and one value vector of `head_dim` values for each of its KV heads,
-    hence the 2. Query heads keep nothing, which is what grouped-query attention lives on (Ainslie
-    et al. 2023, "GQA"). `dtype_bytes` may be a fraction (llama.cpp's q8_0: 1.0625).
+    hence the 2. Query heads keep nothing, so grouped-query attention, in which several share a KV
+    head, saves memory (Ainslie et al. 2023, "GQA"). `dtype_bytes` may be a fraction (llama.cpp's
+    q8_0: 1.0625).
 
     >>> kv_bytes_per_token(layers=80, kv_heads=8, head_dim=128, dtype_bytes=2)
     327680
@@ -277,8 +280,8 @@ def contiguous(
 
     This is what servers did before paging: nobody knows how long an answer will get, so the longest
     allowed length is reserved (Kwon et al. 2023, "Efficient memory management for large language
-    model serving with PagedAttention", section 3.1). The budget decides the number of slots, and a
-    request takes one whatever its length, even one that does not fit it: `misfits` counts those.
+    model serving with PagedAttention", section 3.1). A slot is the memory reserved for one request.
+    Each request takes a slot, even if it is longer than that: `misfits` counts those that are.
 
     >>> contiguous([(600, 200), (900, 400), (100, 100)], 1024, budget_gib=1, kv_per_token=2**19)
     <Allocation: batch 2, 2,048 tokens held for 2,100, -2.5% wasted, 1 too long>
@@ -290,7 +293,7 @@ def contiguous(
 
 
 class Allocation(NamedTuple):
-    """How far an allocator got through a workload; all three allocators return one."""
+    """How far an allocator got through a workload: `contiguous`, `paged`, `shared_prefix`."""
 
     batch: int  # sequences admitted
     held_tokens: int  # tokens of memory reserved or allocated for them
@@ -344,7 +347,7 @@ Small slots look better than they are. The table admits a sequence whether or no
 A server with small slots would refuse those prompts or cut those answers off. Slots of 512 tokens
 "waste" {small.waste:.0%}: their sequences need {overfull:.2f}x the memory that is there.
 
-Three kinds of waste have names. Reserved memory waits for tokens still to come. Internal waste
+Three kinds of waste have names. Reserved memory waits for tokens that will come. Internal waste
 will never hold a token. External waste is free, but in holes too small for anybody. The table
 counts each sequence at its final length, so it shows internal waste.
 """
@@ -435,7 +438,7 @@ class PagePool:
         self.pages = pages
         self.page_tokens = page_tokens
         self.free_list = list(reversed(range(pages)))  # the next page to be taken is the last
-        self.sharers = [0] * pages  # how many block tables hold a page, beyond the first one
+        self.sharers = [0] * pages  # block tables that hold a page, less one; 0 if one or none
 
     def allocate(self, tokens: int) -> Sequence:
         """A new sequence of `tokens` tokens, on pages of its own; or OutOfPages."""
@@ -449,12 +452,12 @@ class PagePool:
         """
         table = sequence.table
         room = len(table) * self.page_tokens - sequence.tokens  # in the last page
-        copies = n > 0 and room > 0 and self.sharers[table[-1]] > 0
-        if n > room or copies:
-            pages = pages_for(sequence.tokens + n, self.page_tokens) - len(table)
-            taken = self.take(pages + copies)
-            if copies:
-                copy_on_write(self, sequence, taken.pop())
+        must_copy = n > 0 and room > 0 and self.sharers[table[-1]] > 0
+        if n > room or must_copy:
+            new_pages = pages_for(sequence.tokens + n, self.page_tokens) - len(table)
+            taken = self.take(new_pages + must_copy)
+            if must_copy:
+                copy_on_write(self, sequence, taken.pop())  # one for the copy, the rest lengthen
             table += taken
         sequence.tokens += n
 
@@ -611,11 +614,12 @@ def traced(call: str, sequence: Sequence, pool: PagePool, remark: str) -> str:
 # ----------------------------------------------------------------------- block 4: sharing a prefix
 
 
-def copy_on_write(pool: PagePool, sequence: Sequence, copy: int) -> None:
-    """Write on in a page `copy` of one's own: `append` calls this before it writes a shared page.
+def copy_on_write(pool: PagePool, sequence: Sequence, own_page: int) -> None:
+    """Put `own_page` in the place of the last page of `sequence`, which others share.
 
-    Only tables and counts are kept here; an engine also copies the K and V. vLLM has no such copy
-    for plain attention: it shares full pages only, and nobody writes to a full page.
+    `PagePool.append` calls this before it writes to a shared page. Only tables and counts are kept
+    here; an engine also copies the K and V. vLLM has no such copy for plain attention: it shares
+    full pages only, and nobody writes to a full page.
 
     >>> pool = PagePool(pages=8, page_tokens=16)
     >>> parent = pool.allocate(40)
@@ -625,7 +629,7 @@ def copy_on_write(pool: PagePool, sequence: Sequence, copy: int) -> None:
     ([0, 1, 2], [0, 1, 3])
     """
     pool.sharers[sequence.table[-1]] -= 1  # leave the shared page to the others
-    sequence.table[-1] = copy
+    sequence.table[-1] = own_page
 
 
 def prefixed_lengths(n: int, prefix: int, seed: int = 9) -> list[tuple[int, int]]:
@@ -649,8 +653,10 @@ def shared_prefix(
     A request shares min(prefix, prompt) tokens: a prompt shorter than the prefix is taken to be the
     start of it. The rest is its own. The prefix is stored first and stays, whoever shares it.
 
-    A request's own tokens start on a fresh page, even if the shared ones end within a page. With
-    `copy_on_write` the sequence copies that page and writes on, as the paper does (section 4.4).
+    A request's own tokens start on a fresh page. Shared tokens behind the last full page are then
+    counted in the stored page alone, which flatters: an engine that shares full pages only computes
+    and keeps them again. With `copy_on_write` the sequence copies that page and writes on, as the
+    paper does (section 4.4).
 
     >>> requests = [(40, 8), (30, 0), (40, 8)]
     >>> shared_prefix(requests, 40, page_tokens=16, budget_gib=1, kv_per_token=2**23).held_tokens
@@ -779,9 +785,10 @@ def flop_per_token(
     """FLOP of a forward pass for one token, averaged over a prefix.
 
     A multiply and an add for each parameter (Kaplan et al. 2020, "Scaling laws for neural language
-    models", section 2.1, who leave embeddings out; of a mixture of experts, `n_params` is what a
-    token passes through). With `attention`, each query head also multiplies with the key and adds
-    up the value of every earlier token: half the prefix, on average.
+    models", section 2.1, who leave embeddings out). Of a mixture of experts, `n_params` counts what
+    a token passes through. With `attention`, each query head also multiplies with the key of every
+    earlier token, and adds up its value: 2 FLOP each for every one of head_dim, hence the 4. There
+    are as many earlier tokens as half the prefix, on average.
     """
     earlier = prefix / 2 if attention else 0
     return 2 * n_params + 4 * layers * q_heads * head_dim * earlier
@@ -847,14 +854,14 @@ def shortest_fetch(gb_per_s: float) -> int:
     >>> shortest_fetch(7)
     34546
     """
-    recomputed, fetched = 0, MANY
-    while fetched - recomputed > 1:
-        middle = (recomputed + fetched) // 2
+    too_short, long_enough = 0, MANY
+    while long_enough - too_short > 1:
+        middle = (too_short + long_enough) // 2
         if break_even(attention=True, prefix=middle) < gb_per_s:
-            fetched = middle
+            long_enough = middle
         else:
-            recomputed = middle
-    return fetched
+            too_short = middle
+    return long_enough
 
 
 LESSON_5 = """
@@ -875,11 +882,11 @@ striped PCIe 4 drives do. One stream from object storage is taken to be 1 GB/s. 
 break-even to {fp8:.2f} GB/s.
 
 Each tier is one link that feeds all four GPUs. If each GPU loads its part of the KV over its own
-link, the break-even of a link is {by_link:.2f} GB/s at any TP, up to as many GPUs as KV heads. (TP1
-shows the pattern only: one card does not hold these weights.)
+link, links and FLOP/s grow together: the break-even of a link is {by_link:.2f} GB/s at any TP, up
+to as many GPUs as KV heads. (TP1 shows the pattern only: one card does not hold these weights.)
 
-The prefix length cancels, at 2N FLOP a token. Fetch time at 1 GB/s divided by recompute time is
-{bars} tokens.
+The prefix length cancels, at 2N FLOP a token. Fetch time at 1 GB/s divided by recompute time, by
+tokens: {bars}.
 
 Attention costs more the longer the prefix, so with it the length does not cancel:
 
@@ -953,7 +960,7 @@ class Request:
         self.prompt = prompt
         self.length = prompt + output  # tokens when it is done; no decision looks ahead to it
         self.known = prompt  # tokens: the prompt, and what has been generated
-        self.computed = 0  # of these, the tokens whose K and V are stored: all but the newest
+        self.computed = 0  # of the known tokens, those whose K and V are stored
         self.decoding = False  # its prefill is done
         self.preempted = False  # it has lost its pages at some time
         self.sequence: Any = None  # its block table, while it runs
@@ -967,7 +974,7 @@ class Step(NamedTuple):
     generated: int  # tokens generated
     held: int  # pages held, before those that leave release theirs
     preempted: int  # sequences that lost their pages
-    prefilled: int  # of `computed`, tokens that were known when their sequence entered
+    prefilled: int  # of `computed`, tokens of sequences whose prefill is not done
     reprefilled: int  # of `prefilled`, tokens of sequences that had been preempted before
     entered: int  # sequences that entered for the first time
 
@@ -1005,27 +1012,30 @@ class Scheduler:
         self.waiting.append(Request(prompt, output))
 
     def step(self) -> Step:
-        """Make one step: those that run compute, those that wait may enter, then all generate."""
+        """Make one step: those that run compute, those that wait may enter, then they generate.
+
+        While too few pages are free for one that runs, the sequence that entered last is preempted.
+        """
         pool, room = self.pool, self.max_batched_tokens
         scheduled: dict[Request, int] = {}  # how many tokens each computes
         preempted = entered = 0
 
         # Those that run, the oldest first: each computes what it knows and has not computed. While
-        # there is no page for that, the newest of all that run is preempted, perhaps itself.
+        # there are too few pages for that, the newest of all is preempted, perhaps itself.
         for request in self.running:
             tokens = min(request.known - request.computed, room)
             while request.sequence and not self.fits(request, tokens):
-                self.preempt(self.running.pop())  # the newest: it has not had its turn
+                self.preempt(self.running.pop())  # the newest; its turn would have come last
                 preempted += 1
-            if request.sequence:  # None: it was the newest itself
+            if request.sequence:  # it still has its pages: it was not the newest itself
                 scheduled[request] = self.compute(request, tokens)
                 room -= tokens
 
-        # Those that wait, from the front of the queue, unless somebody was preempted. All that the
-        # first one knows must fit, though it takes pages only for what it computes in this step.
+        # Those that wait, from the front of the queue, unless somebody was preempted. There must be
+        # pages for all that the first one knows, though it takes only those for what it computes.
         while self.waiting and not preempted and room and len(self.running) < self.max_running:
             request = self.waiting[0]
-            kept_free = self.kept_free if self.running else 0  # or it might never enter
+            kept_free = self.kept_free if self.running else 0  # alone, it may have all pages
             if pages_for(request.known, pool.page_tokens) + kept_free > pool.free:
                 break
             self.running.append(self.waiting.popleft())
@@ -1061,7 +1071,7 @@ class Scheduler:
         return new_pages <= self.pool.free
 
     def compute(self, request: Request, tokens: int) -> int:
-        """Store the K and V of `tokens` more tokens; a page is taken when the last one is full."""
+        """Store the K and V of `tokens` more tokens, and take pages for those that do not fit."""
         self.pool.append(request.sequence, tokens)
         request.computed += tokens
         return tokens
@@ -1324,9 +1334,10 @@ shows each after a step of Scheduler, as tokens computed: pages.
 {story}
 
 A sequence takes a page for the first token that no longer fits its last one: the page that was
-freed last. If no page is free, the sequence that entered last is preempted, even if it is the one
-that needs the page. It loses all its pages, and waits in front of all others. It enters again in a
-later step, when all its tokens fit, and computes them again.
+freed last. (A sequence frees its pages from the last to the first, so its first is taken first.) If
+too few pages are free, the sequence that entered last is preempted, even if it is the one that
+needs the page. It loses all its pages, and waits in front of all others. It enters again in a later
+step, when all its tokens fit, and computes them all.
 
 So vLLM decides (V1, version 0.33, first come first served). On 72 recorded workloads without prefix
 caching this scheduler makes the same steps as the engine's. Other engines choose otherwise: SGLang
@@ -1335,7 +1346,7 @@ preempts the sequence with the fewest tokens generated.
 Now 4,000 requests wait for {pages:,} pages, and a step computes at most {STEP_TOKENS:,} tokens
 (vLLM's default for a server on an H100). Chat is the workload; long swaps prompts and answers, and
 cuts answers at 4,096 tokens. "At most" is vLLM's max_num_seqs, "free" its watermark: the share of
-the pages that is kept free when a sequence enters.
+the pages that is kept free when a sequence enters while others run.
 
 {sweep}
 
@@ -1457,7 +1468,8 @@ def six_steps() -> str:
     arrivals = {1: {"a": (46, 5), "b": (47, 8)}, 2: {"c": (15, 6)}}
     remarks = (
         "a and b enter", "c enters", "b's 49th token takes page 7",
-        "a's 49th takes page 6 from c", "a leaves after this step", "c computes 15 + 2 again",
+        "a's 49th takes page 6 from c", "a ends; c enters a step later",
+        "c enters, computes 15 + 2",
     )  # fmt: skip
     for step, remark in enumerate(remarks, 1):
         for name, (prompt, output) in arrivals.get(step, {}).items():
@@ -1628,11 +1640,11 @@ fill 95% of the pool (at most 1,024):
 
 {levers}
 
-Memory alone gains little beyond the ridge: FP8 weights leave {fp8_memory:.0f} GiB more for KV, and
-the tokens/s stay. With prefill, arithmetic in FP8 makes {fp8_chat:.1f}x for chat. In decode, FP8 KV
-makes {fp8_kv_decode:.1f}x, because half as much is read. (The first row's
-{plain.chat:,.0f} for chat is {CHAT_WITH_PREFILL.least:,} to {CHAT_WITH_PREFILL.most:,} over seeds 0
-to 199, the median {CHAT_WITH_PREFILL.median:,}.)
+Memory alone gains little beyond the ridge. FP8 weights leave {fp8_memory:.0f} GiB more for KV and
+are read in half the time, and the tokens/s stay. With prefill, arithmetic in FP8 makes
+{fp8_chat:.1f}x for chat. In decode, FP8 KV makes {fp8_kv_decode:.1f}x, because half as much is
+read. (Chat with prefill, first row: {CHAT_WITH_PREFILL.least:,} to {CHAT_WITH_PREFILL.most:,} over
+seeds 0 to 199, in the middle {CHAT_WITH_PREFILL.median:,}.)
 
 What to say in an interview, in this order:
 
@@ -2182,8 +2194,9 @@ def sized(
     tokens = NAIVE["budget_tokens"](budget, tp * on_each)
     fill_pool, fill_step = tokens / resident, NAIVE["step_fills"](requests, 8192)
     running = max(1, min(0.95 * fill_pool, fill_step))
-    step_tokens, prompt = running * 8192 / fill_step, sum(p for p, _ in requests) / len(requests)
-    step_ms, weights_ms, first_token_ms = (
+    n, prompts, outputs = len(requests), *map(sum, zip(*requests))
+    prefilled, held = running * prompts / outputs, running * resident
+    pass_ms, weights_ms, decode_ms, first_token_ms = (
         [
             1000 * NAIVE["step_seconds"](
                 computed, held, tp * on_each, n_params, tflops * 1e12, gb_per_s, tp, mfu, mbu,
@@ -2191,24 +2204,24 @@ def sized(
             )
             for mfu, mbu in ((1, 1), (0.5, 0.8))
         ]
-        for computed, held in ((step_tokens, running * resident), (0, 0), (prompt, prompt))
+        for computed, held in ((running, held), (0, 0), (running, 0), (prompts / n, 0))
     )  # fmt: skip
-    compute_ms = [
-        1000 * 2 * step_tokens * (active_params or n_params) / (tp * tflops * 1e12 * mfu)
-        for mfu in (1, 0.5)
-    ]
+    flop = 2 * prefilled * (active_params or n_params)
+    prefill_ms = [1000 * flop / (tp * tflops * 1e12 * mfu) for mfu in (1, 0.5)]
+    step_ms = [passed + more for passed, more in zip(pass_ms, prefill_ms)]
     return {
         "memory_gib": memory, "used_gib": memory * utilization, "weights_gib": weights,
         "rest_gib": rest, "budget_gib": budget, "bytes_on_each": on_each,
         "kv_per_token": tp * on_each, "tokens": tokens, "resident": resident,
         "fill_pool": fill_pool, "fill_step": fill_step,
         "max_num_seqs": max(1, math.ceil(min(fill_pool, fill_step))),
-        "max_num_seqs_alone": max(1, int(min(fill_pool - 2 * fill_pool**0.5, fill_step))),
-        "running": running, "step_tokens": step_tokens, "held_tokens": running * resident,
-        "ridge": [step_tokens * x / y for x, y in zip(weights_ms, compute_ms)],
-        "weights_ms": weights_ms, "compute_ms": compute_ms,
-        "kv_ms": [step - max(both) for step, *both in zip(step_ms, weights_ms, compute_ms)],
+        "cap": max(1, int(min(0.9 * fill_pool, fill_step))),
+        "running": running, "prefill_tokens": prefilled, "held_tokens": held,
+        "ridge": [prefilled * x / y for x, y in zip(weights_ms, prefill_ms)],
+        "weights_ms": weights_ms, "decode_ms": decode_ms, "prefill_ms": prefill_ms,
+        "kv_ms": [passed - decode for passed, decode in zip(pass_ms, decode_ms)],
         "step_ms": step_ms, "tokens_per_s": [1000 * running / step for step in step_ms],
+        "requests_per_s": [1000 * running / step / (outputs / n) for step in step_ms],
         "per_user": [1000 / step for step in step_ms], "first_token_ms": first_token_ms,
     }  # fmt: skip
 
@@ -3585,8 +3598,7 @@ CARDS = {
     "MI300X": Card(191.98, 5300, 1307),  # PyTorch; AMD MI300X datasheet, 2023
 }
 REST_SHARE = 0.05  # of a card, for all but weights and KV: in block 1 it is 15.7 of 318.6 GiB
-UTILIZATION = 0.92  # vLLM's default
-KEPT_FREE = 0.05  # the watermark of block 6's rule
+KEPT_FREE, CAP = 0.05, 0.9  # block 6's rules: the watermark, or a share of those that fill a pool
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
@@ -3617,16 +3629,18 @@ class Deployment(NamedTuple):
     fill_step: float  # sequences whose decode and prefill fill a step of 8,192 tokens
     limit: str  # the lesser of the two
     max_num_seqs: int  # with 5% of the pages kept free
-    max_num_seqs_alone: int  # for an engine that cannot keep pages free
+    cap: int  # max_num_seqs of an engine that cannot keep pages free
     running: float  # sequences, with 5% kept free
-    step_tokens: float  # what they compute in a step
-    held_tokens: float  # whose KV they read
+    prefill_tokens: float  # of prompts, in a mean step
+    held_tokens: float  # whose KV it reads
     ridge: Range  # tokens a step from which computing takes longer than reading the weights
-    weights_ms: Range
-    compute_ms: Range
+    weights_ms: Range  # to read them
+    decode_ms: Range
+    prefill_ms: Range
     kv_ms: Range
     step_ms: Range
     tokens_per_s: Range
+    requests_per_s: Range
     per_user: Range  # tokens/s of one sequence
     first_token_ms: Range  # of a mean prompt, on an idle server
 
@@ -3646,13 +3660,14 @@ def size(
     """Size a replica of `tp` cards for a model's config.json and (prompt, output) requests.
 
     `card` is a name in CARDS or (GiB, GB/s, dense TFLOP/s). `active_params` are those that a token
-    uses; a mixture of experts must say. Parameters take `weight_bytes` bytes, values of KV
-    `dtype_bytes` (None: what the config says). An engine may use `utilization` of the memory, and
-    needs `rest_gib` of each GPU for more than weights and KV (None: 5% of the card, as in block 1).
+    uses; a mixture of experts must say. A parameter takes `weight_bytes` bytes, a value of KV
+    `dtype_bytes` (None: 2). An engine may use `utilization` of the memory, and needs `rest_gib` of
+    each GPU for more than weights and KV (None: 5% of the card, as in block 1).
 
     The setting follows block 6: keep 5% of the pages free, and let as many run as fill the pool or
-    the step. Where an engine cannot keep pages free, n - 2 sqrt(n) of the n that fill the pool.
-    Times are step_seconds at the peak, and at 50% MFU and 80% of the bandwidth.
+    the step. Where an engine cannot keep pages free, a cap of nine tenths of those that fill the
+    pool. Most steps only decode, so a mean step takes step_seconds of decoding and its share of the
+    prompts' arithmetic: at the peak, and at 50% MFU and 80% of the bandwidth.
 
     >>> llama = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
     ...     "num_key_value_heads": 8, "hidden_size": 4096}
@@ -3672,8 +3687,8 @@ def size(
     budget = memory * utilization - weights - rest
     if budget <= 0:
         raise ValueError(
-            f"no memory is left for KV: {memory:.2f} GiB x {utilization:g}"
-            f" - {weights:.2f} of weights - {rest:.2f} for the rest = {budget:.2f}"
+            f"no memory is left for KV: {memory:.2f} GiB x {utilization:g} - {weights:.2f} of"
+            f" weights of {weight_bytes:g} B - {rest:.2f} for the rest = {budget:.2f}"
         )
     length = math.ceil(resident)  # where layers have a window, a longer sequence costs less a token
     on_each = math.ceil(kv_bytes(config, length, dtype_bytes, tp) / length)
@@ -3686,42 +3701,44 @@ def size(
         raise ValueError(f"a request of {longest:,} tokens never fits a pool of {tokens:,}")
 
     fill_pool, fill_step = tokens / resident, step_fills(requests, STEP_TOKENS)
-    alone = min(fill_pool - 2 * math.sqrt(fill_pool), fill_step)
     running = max(1, min((1 - KEPT_FREE) * fill_pool, fill_step))
-    step_tokens, held_tokens = running * STEP_TOKENS / fill_step, running * resident
-    prompt = sum(prompt for prompt, _ in requests) / len(requests)
+    prompt, output = (sum(column) / len(requests) for column in zip(*requests))
+    prefill_tokens, held_tokens = running * prompt / output, running * resident
 
     def pace(mfu: float, mbu: float) -> tuple[float, ...]:
         speed: Parts = {
             "n_params": n_params, "active_params": active_params, "weight_bytes": weight_bytes,
             "flops_per_gpu": card.tflops * 1e12, "gb_per_s": card.gb_per_s, "mfu": mfu, "mbu": mbu,
         }  # fmt: skip
-
-        def ms(tokens: float, held_tokens: float) -> float:
-            return 1000 * step_seconds(tokens, held_tokens, kv_per_token, tp=tp, **speed)
-
-        ridge, weights, step = ridge_tokens(**speed), ms(0, 0), ms(step_tokens, held_tokens)
+        weights, decode, both, first = (
+            1000 * step_seconds(tokens, held, kv_per_token, tp=tp, **speed)
+            for tokens, held in ((0, 0), (running, 0), (running, held_tokens), (prompt, 0))
+        )
+        ridge = ridge_tokens(**speed)
+        prefill = weights * prefill_tokens / ridge
+        step = both + prefill
+        per_s = 1000 * running / step
         return (
-            ridge, weights, weights * step_tokens / ridge, ms(0, held_tokens) - weights, step,
-            1000 * running / step, 1000 / step, ms(prompt, prompt),
+            ridge, weights, decode, prefill, both - decode, step, per_s, per_s / output,
+            1000 / step, first,
         )  # fmt: skip
 
     return Deployment(
         memory, memory * utilization, weights, rest, budget, on_each, kv_per_token, tokens,
         resident, fill_pool, fill_step, "KV memory" if fill_pool <= fill_step else "the step",
-        max(1, math.ceil(min(fill_pool, fill_step))), max(1, int(alone)),
-        running, step_tokens, held_tokens, *map(Range, pace(1, 1), pace(0.5, 0.8)),
+        math.ceil(min(fill_pool, fill_step)), max(1, int(min(CAP * fill_pool, fill_step))),
+        running, prefill_tokens, held_tokens, *map(Range, pace(1, 1), pace(0.5, 0.8)),
     )  # fmt: skip
 
 
 def experts(config: Config) -> str:
     """What a config says of a mixture of experts, or nothing."""
     _, decoder = decoder_of(config)
-    for name in EXPERTS:
-        if isinstance(decoder.get(name), int) and decoder[name] > 1:
-            return f"{name} = {decoder[name]}"
-    kind = decoder.get("model_type")
-    return f"model_type = {kind}" if isinstance(kind, str) and "moe" in kind else ""
+    for name in (*EXPERTS, "model_type"):
+        told = decoder.get(name)
+        if (isinstance(told, int) and told > 1) or (isinstance(told, str) and "moe" in told):
+            return f"{name} = {told}"
+    return ""
 
 
 def card_of(name: str, value: Any) -> Card:
@@ -3736,27 +3753,27 @@ def card_of(name: str, value: Any) -> Card:
         gib, gb_per_s, tflops = value
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be (GiB, GB/s, TFLOP/s), not {shown(value)}") from None
-    figures = {"GiB": gib, "GB/s": gb_per_s, "TFLOP/s": tflops}
-    return Card(*(number(f"{name} {unit}", x, 1e-3, 1e6) for unit, x in figures.items()))
+    least = {"GiB": (gib, 1), "GB/s": (gb_per_s, 50), "TFLOP/s": (tflops, 1)}  # or it is TB/s
+    return Card(*(number(f"{name} {unit}", *x, 10**6) for unit, x in least.items()))
 
 
 def bytes_in_words(config: Config, width: float, tp: int) -> str:
     """How a token's bytes on one GPU come about, where all layers that keep some are alike."""
     layers = layers_of(config, tp)
-    _, words, most = layers[0]
-    if layers == [layers[0]] * len(layers) and most == math.inf:
-        return f"{len(layers)} layers x {words} x {width:g} B"
+    if len(set(layers)) == 1 and layers[0].most == math.inf:
+        return f"{len(layers)} layers x {layers[0].words} x {width:g} B"
     return f"kv_bytes(config, tp={tp}), from its class"
 
 
 RECIPE = """\
-  each: {card.gib:g} GiB, {tb_per_s:g} TB/s, {card.tflops:g} TFLOP/s (what is printed is rounded)
-  a token costs 2 FLOP for each parameter that it uses
+  {card.gib:g} GiB as CUDA shows it, {card.gb_per_s:,g} GB/s, {card.tflops:g} TFLOP/s
+  what is printed is rounded, tokens that fit and the cap down; a token costs 2
+  FLOP for each parameter that it uses; half of a last page of 16 tokens is empty
 
 memory shown | {tp} x {card.gib:.2f} | {memory_gib:.2f} GiB
 of it in use | {memory_gib:.2f} x {utilization:g} | {used_gib:.2f} GiB
 weights | {params} x {weight_bytes:g} B / 2^30 | {weights_gib:.2f} GiB
-the rest, {rest_is} | {rest} | {rest_gib:.2f} GiB
+the rest, {rest} | {rest_gib:.2f} GiB
 KV budget | {used_gib:.2f} - {weights_gib:.2f} - {rest_gib:.2f} | {budget_gib:.2f} GiB
 a token, each GPU | {token} | {bytes_on_each:,} B
 a token, in all | {tp} x {bytes_on_each:,} | {kv_per_token:,} B
@@ -3766,83 +3783,77 @@ fill the pool | {tokens:,} / {resident:,.1f} | {fill_pool:,.1f} sequences
 fill a step | {STEP_TOKENS:,} / (1 + {prompt} / {output}) | {fill_step:,.1f} sequences
 the limit | the lesser of the two | {limit}
 
-  THE SETTING, with max_num_batched_tokens {STEP_TOKENS:,}
-max_model_len | the tokens that fit, or the engine stops | at most {tokens:,}
-watermark | pages kept free (vLLM 0.33 or later) | {KEPT_FREE}
-max_num_seqs | the lesser of the two, rounded up | {max_num_seqs:,}
-without watermark | {pool} - 2 x sqrt({pool}){most} | max_num_seqs {max_num_seqs_alone:,}
-so there run | {unreserved:g} x {pool}{most} | {running:,.1f} sequences
-a step computes | {running:,.1f} x (1 + {prompt} / {output}) | {step_tokens:,.1f} tokens
+  THE SETTING, with --max-num-batched-tokens {STEP_TOKENS}, --gpu-memory-utilization {utilization:g}
+--max-model-len | min(max_position_embeddings, what fits) | {longest:,}
+--watermark | pages kept free (vLLM 0.33 or later) | {KEPT_FREE}
+--max-num-seqs | the lesser of the two, rounded up | {max_num_seqs:,}
+without watermark | the cap: {CAP} x {fill_pool:,.1f}{most} | {cap:,} sequences
+
+so there run | {unreserved:g} x {fill_pool:,.1f}{most} | {running:,.1f} sequences
+a step prefills | {running:,.1f} x {prompt} / {output} | {prefill_tokens:,.1f} tokens
 a step reads KV of | {running:,.1f} x {resident:,.1f} | {held_tokens:,.0f} tokens
 
                                                                       peak  50%, 80%
-ridge, tokens | {card.tflops:g} / {tb_per_s:g}{wider}{sparse} | {ridge}
+ridge, tokens | {card.tflops:g} / {tb_per_s:g} x {weight_bytes:g} B / 2 FLOP{sparse} | {ridge}
 read weights, ms | {params} x {weight_bytes:g} / ({tp} x {tb_per_s:g}e12) | {weights_ms}
-compute, ms | {step_tokens:,.1f} / ridge x that | {compute_ms}
+decode, ms | read weights x max(1, {running:,.1f} / ridge) | {decode_ms}
+prefill, ms | read weights x {prefill_tokens:,.1f} / ridge | {prefill_ms}
 read KV, ms | {held_tokens:,.0f} x {kv_per_token:,} / ({tp} x {tb_per_s:g}e12) | {kv_ms}
-a step, ms | the longer of the first two, + KV | {step_ms}
+a step, ms | decode + prefill + read KV | {step_ms}
 tokens/s | {running:,.1f} / a step | {tokens_per_s}
+requests/s | tokens/s / {output} | {requests_per_s}
 tokens/s, a user | 1 / a step | {per_user}
-first token, ms | {prompt} tokens in a step of their own | {first_token_ms}
+idle 1st token, ms | read weights x max(1, {prompt} / ridge) | {first_token_ms}
 """
 
 
-def recipe(config: Config, given: Parts, d: Deployment) -> None:
+def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
     """Print how `d` = size(config, **given) comes about: a line for each number, its name first."""
     tp, each, rest, n_params = (given[x] for x in ("tp", "weight_bytes", "rest_gib", "n_params"))
     active, width = given["active_params"] or n_params, given["dtype_bytes"] or DTYPE
     prompt, output = (f"{sum(column) / len(column):,.6g}" for column in zip(*given["requests"]))
     alike = len(set(given["requests"])) == 1
+    longest = decoder_of(config)[1].get("max_position_embeddings")
     figures: Parts = {
         **globals(), **given, **d._asdict(), "prompt": prompt, "output": output,
         "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
-        "unreserved": 1 - KEPT_FREE, "rest_is": "assumed" if rest is None else "given",
-        "rest": f"{d.memory_gib:.2f} x {REST_SHARE}" if rest is None else f"{tp} x {rest:g}",
-        "token": bytes_in_words(config, width, tp),
+        "unreserved": 1 - KEPT_FREE, "token": bytes_in_words(config, width, tp),
+        "rest": f"assumed | {d.memory_gib:.2f} x {REST_SHARE}" if rest is None
+        else f"given | {tp} x {rest:g}",
         "prompt_and_half": f"{prompt} + {output} / 2" if alike else "E[p x o + o^2 / 2] / E[o]",
-        "pool": f"{d.fill_pool:,.1f}",
         "most": f", at most {d.fill_step:,.1f}" if d.limit == "the step" else "",
-        "wider": f" x {each:g} / 2" if each != DTYPE else "",
         "sparse": f" x {n_params / 1e9:.6g} / {active / 1e9:.6g}" if active != n_params else "",
+        "longest": min(longest, d.tokens) if isinstance(longest, int) else d.tokens,
     }  # fmt: skip
+    print(f"  {model}, tensor parallel {tp}; of each GPU:")
     for line in RECIPE.format_map(figures).splitlines():
         print("  {:<18} = {:<41} = {}".format(*line.split(" | ")) if "|" in line else line)
     say(
-        """Left, the hardware's peak; right, 50% MFU and 80% of the bandwidth. Neither includes
-        communication between GPUs or the FLOP of attention. Tokens/s are an upper bound: few steps
-        carry a prompt and most only decode, so near the ridge or below it up to a third less is
-        made."""
+        """Left, the hardware's peak; right, 50% MFU and 80% of the bandwidth: ridge x 0.5 / 0.8,
+        reading / 0.8. Neither includes communication between GPUs or the FLOP of attention."""
     )
-    if d.fill_pool < 100:
-        say(
-            """With a watermark max_num_seqs is only a ceiling. Without one the cap costs more
-            tokens/s here than preemption does: from 100 sequences on it pays."""
-        )
-    if rest is None:
-        say(
-            f"""The rest (activations, CUDA graphs, communication) is assumed: {REST_SHARE:.0%} of
-            what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB a GPU. Yours prints
-            the tokens that fit (vLLM: GPU KV cache size). Then the rest is what is in use, less
-            weights and these tokens, for each GPU; give it as --rest GIB."""
-        )
-    if alike:
-        say("Where lengths differ, sequences hold more, for long answers stay longer: --trace.")
-    if each < DTYPE:
-        say("Arithmetic is taken in 16 bits; --card GIB,GB/S,TFLOP/S may say another rate.")
-    if active != n_params:
-        say("Every expert is read in every step: true of large steps, too slow for small ones.")
-    if d.kv_per_token > kv_bytes(config, 1, width):
-        say(
-            """A latent, or a KV head where there are more GPUs, is whole on each GPU: the tokens
-            that fit are what the budget of one GPU holds."""
-        )
-    if d.bytes_on_each < kv_bytes(config, 1, width, tp):
-        say(f"Layers with a window keep less: a token's share of {d.resident:,.0f} is counted.")
+    for applies, note in (
+        (d.fill_pool < 100, "Below 100 sequences the cap loses up to a tenth of the tokens/s."),
+        (rest is None, "The rest (activations, CUDA graphs, communication) is assumed:"
+         f" {REST_SHARE:.0%} of what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB"
+         f" a GPU, and each costs {GIB / d.bytes_on_each / d.resident:.1f} sequences. Yours prints"
+         " the tokens that fit (vLLM: GPU KV cache size). Then --rest is"
+         f" ({d.used_gib:.2f} - {d.weights_gib:.2f} - tokens x {d.kv_per_token:,} / 2^30) / {tp}."),
+        (alike, "Where lengths differ, long answers stay longer, so sequences hold more: --trace."),
+        (each < DTYPE, "Arithmetic has the rate of 16 bits; --card GIB,GB/S,TFLOP/S may differ."),
+        (active != n_params, "Steps are taken to read every expert: small ones are faster."),
+        (d.kv_per_token > kv_bytes(config, 1, width), "GPUs hold copies of a latent or a KV head:"
+         " as many tokens fit as one GPU holds. Attention in data parallel keeps each once."),
+        (d.bytes_on_each < kv_bytes(config, 1, width, tp), "Layers with a window keep less:"
+         f" a token's share of {d.resident:,.0f} is counted."),
+    ):  # fmt: skip
+        if applies:
+            say(note)
 
 
 def figure(result: float) -> str:
     """Three digits or more."""
-    return f"{result:,.{0 if result >= 999.5 else 1 if result >= 10 else 2}f}"
+    return f"{result:,.{0 if result >= 999.5 else 1 if result >= 10 else 2 if result >= 1 else 3}f}"
 
 
 class Traffic(NamedTuple):
@@ -3942,9 +3953,7 @@ def deploy(mode: argparse.Namespace, config: Config, s: Parts) -> None:
         "dtype_bytes": mode.kv, "utilization": mode.utilization or UTILIZATION,
         "rest_gib": mode.rest,
     }  # fmt: skip
-    sized = s["size"](config, **given)
-    print(f"  {ascii_line(mode.model)} on {mode.gpus} GPU{'s' if mode.gpus > 1 else ''}")
-    recipe(config, given, sized)
+    recipe(ascii_line(mode.model), config, given, s["size"](config, **given))
 
 
 # --------------------------------------------------------------------------------------- predict
@@ -4242,9 +4251,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "PagePool.__init__ pages": (1, 10**7),  # it has a list of them
     "float": (TINY, HUGE), "gib": (0, HUGE), "private": (0, HUGE), "held_tokens": (0, HUGE),
     "budget_gib": (TINY, 1e9), "rest_gib": (0, 1e6), "shortest_fetch gb_per_s": (1e-3, HUGE),
-    "size n_params": (1e6, HUGE), "size active_params": (1e6, HUGE), "size tp": (1, 10**6),
+    "size n_params": (10**6, HUGE), "size active_params": (10**6, HUGE), "size tp": (1, 10**6),
+    "size weight_bytes": (0.01, 4), "size dtype_bytes": (0.01, 4),  # bytes, not bits
     "model_table budget_gib": (1e-6, 1e9),
-    "mfu": (TINY, 1), "mbu": (TINY, 1), "utilization": (TINY, 1), "occupancy": (0, 1),
+    "mfu": (TINY, 1), "mbu": (TINY, 1), "utilization": (0.01, 1), "occupancy": (0, 1),
     "watermark": (0, math.nextafter(1, 0)),  # less than 1, as the engine takes it
     "dtype_bytes": (0.01, 1000), "weight_bytes": (0.01, 1000),
 }  # fmt: skip
@@ -4392,10 +4402,6 @@ usage: m02_kv_cache [one of the following]
   --predict     guess six numbers first, and see how far off you are
   --help        this text
 """
-MODES = (
-    "use nothing, --block N (N from 1 to 6), --quiet, --verify, --model FILE [--budget GIB],"
-    " --trace FILE, --predict or --help"
-)
 
 
 class UsageError(Exception):
@@ -4406,8 +4412,11 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse, but a wrong argument is an exception rather than an exit."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError with argparse's message."""
-        raise UsageError(f"{message}; {MODES}")
+        """Raise UsageError with argparse's message, and the modes that there are."""
+        raise UsageError(
+            f"{message}; use nothing, --block N (N from 1 to 6), --quiet, --verify, --model FILE"
+            " [--budget GIB], --trace FILE, --predict or --help"
+        )
 
 
 # What is typed for an option becomes an argument, and may be what its parameter may be.
@@ -4427,11 +4436,11 @@ def typed(option: str, text: str) -> Any:
     argument: Any = text
     with contextlib.suppress(ValueError):
         numbers = [int(x) if x.is_integer() else x for x in map(float, text.split(","))]
-        argument = numbers if len(numbers) > 1 else numbers[0]
+        argument = {1: numbers[0], 3: numbers}.get(len(numbers), text)
     try:
-        return checked(OPTIONS[option]._replace(name=option), argument)
+        return checked(OPTIONS[option]._replace(name=f"--{option}"), argument)
     except (TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise UsageError(error) from None
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -4482,7 +4491,8 @@ def run(mode: argparse.Namespace) -> int:
             else:
                 model_table(mode.model, config, mode.budget, parts())
         except (TypeError, ValueError) as error:
-            raise UsageError(f"--model {mode.model}: {error}") from None
+            told = str(error).replace("tp =", "--gpus =").replace("active_params =", "--active =")
+            raise UsageError(f"--model {mode.model}: {told}") from None
     elif mode.trace is not None:
         requests = requests_at(mode.trace)
         try:
