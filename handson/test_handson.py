@@ -3086,6 +3086,8 @@ class TheLesson(unittest.TestCase):
 #   ```python, first line def or class      that function or class of the script, no docstring
 #   ```python otherwise, then ```text       a snippet, and what it prints when typed into a REPL;
 #                                           the end of a fold, </details>, may stand between them
+#   ```text, after prose with `range(9)`    what the snippet above prints over so many draws
+#                                           (recomputed with --full only)
 #   ```console, `$ python3 handson/...`     what the command prints
 #   ```mermaid, a line `%%= template`       the next line of the picture, as an f-string
 #
@@ -3247,6 +3249,11 @@ class Page:
             return printed
         if kind == "python":
             return textwrap.dedent(some_lines(slice_of(name), *ends))
+        if kind == "text" and EVERY_DRAW:
+            above = self.text[: part.start()]
+            snippet = above[above.rindex("```python\n") :].split("```")[1].partition("\n")[2]
+            draws = re.findall(r"`(range\(\d+\))`", above)[-1]
+            return snippet_output(re.sub(r"range\(\d\)", draws, snippet))[0]
         if kind == "console" and command:
             mode = shlex.split(command[1].replace("\\\n", ""))
             return command[0] + some_lines(printed_by(*mode), *ends)
@@ -3367,6 +3374,23 @@ class Readme(unittest.TestCase):
         for new, line in lines.items():
             with self.subTest(new):
                 self.assertIn(line, told)
+
+    def test_pages_against_276_slots(self):
+        for mix, said in (("chat", "0.98x to 1.04x"), ("long", "1.01x to 1.03x")):
+            self.assertIn(said, self.page.text)
+            worth = []
+            for seed in range(200) if EVERY_DRAW else (5, 9):
+                requests = lesson.mixes(lesson.seq_lengths(4000, seed))[mix]
+                slots, pages = (
+                    lesson.serve(requests, 35_328, 16, free, most, 8192).tokens_per_s
+                    for free, most in ((0, 276), (0.05, 500))
+                )
+                worth.append(pages / slots)
+            got = f"{min(worth):.2f}x to {max(worth):.2f}x"
+            if EVERY_DRAW:
+                self.assertEqual(got, said)
+            else:
+                self.assertTrue(said[:5] <= got[:5] and got[-5:] <= said[-5:], got)
 
     def test_the_package_describes_itself_with_the_bars_of_the_assembly(self):
         described = Path(README).with_name("pyproject.toml").read_text(encoding="utf-8")
@@ -3702,6 +3726,7 @@ sys.exit(status)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--write-readme"]:
+    words = [word for word in sys.argv if word != "--full"]
+    if words[1:] == ["--write-readme"]:
         sys.exit(write_readme())
-    unittest.main(argv=[word for word in sys.argv if word != "--full"])
+    unittest.main(argv=words)
