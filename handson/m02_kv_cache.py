@@ -321,7 +321,14 @@ class Allocation(NamedTuple):
         )
 
 
-WASTE_AT_8192 = Spread(0.779, 0.839, 0.888)  # seeds 0 to 199 of seq_lengths(4000)
+# Over seeds 0 to 199 of seq_lengths(4000): the waste, and how many are too long, by reservation.
+WASTE_AT_2048, WASTE_AT_8192 = Spread(0.261, 0.349, 0.451), Spread(0.779, 0.839, 0.888)
+TOO_LONG = {
+    2048: Spread(27, 43.5, 59),
+    4096: Spread(1, 5, 12),
+    8192: Spread(0, 0, 3),
+    32_768: Spread(0, 0, 0),
+}
 
 LESSON_2 = """
 {sweep}
@@ -329,8 +336,9 @@ LESSON_2 = """
 A slot is the memory reserved for one sequence, prompt and answer together. The allocator reserves
 the longest length it allows, because nobody knows how long an answer will get.
 
-(One draw of the workload decides the waste: at 8,192 it is {WASTE_AT_8192.least:.1%} to
-{WASTE_AT_8192.most:.1%} over seeds 0 to 199.)
+(One draw of the workload decides the waste. Over seeds 0 to 199 it is {WASTE_AT_2048.least:.1%} to
+{WASTE_AT_2048.most:.1%} at 2,048, and {WASTE_AT_8192.least:.1%} to {WASTE_AT_8192.most:.1%} at
+8,192.)
 
 Small slots look better than they are. The table admits a sequence whether or not it fits its slot:
 
@@ -360,9 +368,12 @@ def b2(s: Parts, show: bool) -> Parts:
             ),
         )
         misfits = table(
-            "     reserve   too long for it",
-            "{:>12,}{:>10} of {}",
-            ((reserve, row.misfits, row.batch) for reserve, row in rows.items()),
+            "     reserve   too long for it   seeds 0-199",
+            "{:>12,}{:>10} of {:<5}{:>6} to {}",
+            (
+                (reserve, row.misfits, row.batch, TOO_LONG[reserve].least, TOO_LONG[reserve].most)
+                for reserve, row in rows.items()
+            ),
         )
         small = contiguous(requests, 512)
         overfull = small.logical_tokens / small.held_tokens
@@ -686,7 +697,8 @@ def expected_saving(n: int, prefix: int, private: float = MEAN_PRIVATE) -> float
     return (n - 1) * prefix / tokens if tokens else 0.0
 
 
-SAVED_BEHIND_4096 = Spread(0.835, 0.866, 0.890)  # seeds 0 to 199 of prefixed_lengths(64, 4096)
+# Over seeds 0 to 199 of prefixed_lengths(64, 4096).
+SAVED_BEHIND_4096, EXTRA_BATCH = Spread(0.835, 0.866, 0.890), Spread(6.0, 7.5, 9.1)
 
 LESSON_4 = """
 A pool of 8 pages, 16 tokens each; b shares 40 tokens of a:
@@ -705,7 +717,8 @@ without sharing. In whole pages of 16 the prefix of 4,096 takes {pages_gib:.2f} 
 
 Every row is one draw, seed 9, and that is the luckiest of 2,000. With a prefix of 4,096 a saving of
 {expected:.1%} is to be expected, which is an extra batch of {expected_batch:.1f}x. (Seeds 0 to 199:
-{SAVED_BEHIND_4096.least:.1%} to {SAVED_BEHIND_4096.most:.1%}.)
+{SAVED_BEHIND_4096.least:.1%} to {SAVED_BEHIND_4096.most:.1%}, and {EXTRA_BATCH.least:.1f}x to
+{EXTRA_BATCH.most:.1f}x.)
 
 From some dozens of requests on, more of them save barely more: with a prefix of 512 tokens, 64 save
 {of_64:.1%} and 256 save {of_256:.1%}. The ceiling is prefix / (prefix +
@@ -1287,16 +1300,18 @@ AGAIN = {
 LOSS = {"chat": Spread(2.6, 5.1, 8.1), "long": Spread(12.1, 20.05, 22.2)}
 LOSS_CACHED = {"chat": Spread(-0.2, 2.9, 5.3), "long": Spread(11.7, 19.2, 21.4)}
 
-# Rules for what to leave free: (tokens computed again, tokens/s lost to the best of the rules), in
-# percent and at worst over seeds 0 to 2 of 6,000 requests, on a share of the lesson's pool.
-RULES = (("chat", 1 / 8), ("chat", 1), ("long", 1 / 8), ("long", 1 / 2), ("long", 1))
-RULES_COST = (
-    ((29.4, 6.4), (4.5, 0.0), (0.0, 1.6), (7.8, 5.2)),
-    ((10.1, 5.9), (0.0, 0.2), (0.0, 0.4), (0.4, 1.5)),
-    ((265.7, 7.7), (136.7, 2.6), (27.4, 0.0), (26.5, 5.9)),
-    ((221.7, 20.9), (39.0, 2.9), (0.6, 0.0), (4.7, 1.9)),
-    ((188.8, 21.7), (11.3, 1.4), (0.0, 0.8), (0.0, 0.5)),
-)
+FILL_THE_POOL = Spread(406, 430, 454)  # of chat, over seeds 0 to 199 of seq_lengths(4000)
+
+# Rules for what to leave free. By mix, share of the lesson's pool, and how many sequences fill that
+# (the median draw): tokens computed again, and tokens/s lost to the best of the row, in percent.
+# Each is the worst of seeds 0 to 49 of seq_lengths(6000).
+RULES_COST = {
+    ("chat", 1 / 8, 54): ((33, 7.2), (5, 0.0), (0, 1.8), (10, 6.9)),
+    ("chat", 1, 432): ((12, 6.6), (0, 0.9), (0, 0.9), (3, 2.3)),
+    ("long", 1 / 8, 56): ((277, 8.2), (143, 3.0), (30, 0.0), (44, 7.0)),
+    ("long", 1 / 2, 224): ((228, 21.4), (39, 3.1), (2, 0.0), (16, 3.3)),
+    ("long", 1, 447): ((192, 22.1), (16, 2.3), (1, 0.8), (1, 1.4)),
+}
 
 # vLLM's pull request 44594: the watermarks, preemptions and output tokens/s measured there; and
 # what `serve` preempts on 100 draws of its workload (5% to 95%), without anything fitted.
@@ -1305,9 +1320,9 @@ MEASURED = (1065, 400, 187, 168, 168)
 MEASURED_RATES = (11_582, 12_134, 12_167, 11_835, 11_635)
 SIMULATED = ((943, 1203), (343, 418), (192, 238), (134, 195), (130, 179))
 
-# A burst of 500 into a server of long answers at 90% of its capacity, over seeds 0 to 6: how many
+# A burst of 500 into a server of long answers at 90% of its capacity, over seeds 0 to 49: how many
 # wait after 40 minutes with nothing kept free. With 5% kept free nobody waits 400 s after it.
-BURST_WAITING = Spread(3404, 3756, 4017)
+BURST_WAITING = Spread(3113, 3782, 4243)
 
 # Over seeds 0 to 199: the assumed curve's tokens at 95%.
 REPREFILLED_AT_95 = Spread(782_182, 882_596.5, 976_033)
@@ -1342,7 +1357,7 @@ nobody waits. Tok/s are the roofline's, at the hardware's peak.
 For long answers the onset is a cliff, for chat a slope. Against the best row with nothing kept
 free, allowing 500 costs long answers a fifth of the tokens/s, and chat a twentieth. (Seeds 0 to 49:
 {LOSS[long].least:g}% to {LOSS[long].most:g}%, and {LOSS[chat].least:g}% to {LOSS[chat].most:g}%.)
-This seed is a calm draw: most draws compute more again at 425.
+For long answers seed 5 is a calm draw: at 425 the median is {AGAIN[long][2].median:.0f}%.
 
 With prefix caching, vLLM's default, a preempted sequence finds those of its pages that nobody has
 taken. With 500 allowed and nothing kept free:
@@ -1359,12 +1374,13 @@ decode, and E[prompt] / E[output] for the prefill of its successor:
 
 {limits}
 
-In the last row the step is the least: the pool is never full, and nobody is preempted.
+In the last row the step is the least: the pool is never full, and nobody is preempted. (Over seeds
+0 to 199, {FILL_THE_POOL.least} to {FILL_THE_POOL.most} fill the pool.)
 
 How much to leave free? What the pool holds swings around its average, and a pool overflows by its
 peaks. Two rules against none, on pools that n sequences fill on average: keep pages free, or cap at
-0.9 n. A cell is the tokens computed again, then the tokens/s below the best rule's, each the worst
-of three draws:
+0.9 n. A cell is the tokens computed again, then the tokens/s below the best of its row, each the
+worst of 50 draws:
 
 {rules}
 
@@ -1385,7 +1401,7 @@ to it.
 A server that preempts much may not come back. Long answers arrive at 90% of what the server can do,
 and once 500 come at the same time. With nothing kept free, {BURST_WAITING.least:,} to
 {BURST_WAITING.most:,} wait after 40 minutes, and the queue still grows. With 5% kept free the queue
-is empty 400 seconds after the burst. (Seven draws of seven, looked at every 200 seconds.) In the
+is empty 400 seconds after the burst. (50 draws of 50, looked at every 200 seconds.) In the
 table above, long at 500 makes {thrashing:.0%} of the tokens/s of its row with 5% free. A load
 between the two keeps a server where it is.
 
@@ -1416,7 +1432,7 @@ def b6(s: Parts, show: bool) -> Parts:
         story, sweep = six_steps(), sweep_table(served)
         caching = caching_table(workloads, pages, served)
         limits = limits_table(workloads["chat"], pages, served)
-        rules, measured = rules_table(workloads, pages), measured_table()
+        rules, measured = rules_table(), measured_table()
         best_watermark = max(MEASURED_RATES) / MEASURED_RATES[0] - 1
         calm, stuck = served["long", 500, 0.05], served["long", 500, 0]
         thrashing = stuck.tokens_per_s / calm.tokens_per_s
@@ -1528,17 +1544,15 @@ def limits_table(
     )
 
 
-def rules_table(workloads: dict[str, list[tuple[int, int]]], pages: int) -> str:
+def rules_table() -> str:
     """What each rule costs, by the size of the pool."""
-    full = {mix: pages * 16 / resident_tokens(lengths) for mix, lengths in workloads.items()}
-    rows = [
-        (mix, share * full[mix], *(f"{again:.0f}%, {lost:.1f}%" for again, lost in costs))
-        for (mix, share), costs in zip(RULES, RULES_COST)
-    ]
     return table(
         "   mix     n       nothing       1% free       5% free   at most 0.9 n",
-        "{:>6}{:>6.0f}{:>14}{:>14}{:>14}{:>16}",
-        rows,
+        "{:>6}{:>6}{:>14}{:>14}{:>14}{:>16}",
+        (
+            (mix, n, *(f"{again}%, {lost}%" for again, lost in costs))
+            for (mix, _, n), costs in RULES_COST.items()
+        ),
     )
 
 
@@ -1556,9 +1570,14 @@ def measured_table() -> str:
 # ------------------------------------------------------------------------------ assembly and parts
 
 
-# Over seeds 0 to 199: the batch of the assembly's last row. Over seeds 0 to 49: what pages with 5%
-# kept free are worth over 69 running, with prefill in the same steps, at the peak and below it.
+# Over seeds 0 to 199: the batch of the assembly's last row; what pages are worth in decode, at the
+# peak and below it; and the first lever's tokens/s for chat, with prefill.
 BATCH_BEHIND_2K = Spread(916, 1075.5, 1214)
+DECODE_AT_THE_PEAK, DECODE_BELOW_IT = Spread(2.57, 2.72, 2.89), Spread(1.98, 2.07, 2.19)
+CHAT_WITH_PREFILL = Spread(5477, 5817, 6097)
+
+# Over seeds 0 to 49: what pages with 5% kept free are worth over 69 running, with prefill in the
+# same steps, at the peak and below it.
 WORTH_AT_THE_PEAK, WORTH_BELOW_IT = Spread(1.50, 1.56, 1.60), Spread(1.26, 1.30, 1.34)
 WORTH_IN_SMALL_STEPS = Spread(1.32, 1.36, 1.40)  # at the peak, with 512 tokens a step
 
@@ -1589,15 +1608,17 @@ What the batch buys, in decode alone, each sequence at its final length. On the 
 {rates}
 
 {batch_factor:.1f}x the batch is {decode:.1f}x the tokens/s at the peak, and {decode_below:.1f}x on
-the right. Up to the ridge, {ridge:.0f} tokens a step for a dense model at the peak, FLOPs lie idle
-while the weights are read. There one more sequence costs only the reading of its KV. Beyond it,
-more batch buys waiting.
+the right. (Seeds 0 to 199: {DECODE_AT_THE_PEAK.least}x to {DECODE_AT_THE_PEAK.most}x, and
+{DECODE_BELOW_IT.least}x to {DECODE_BELOW_IT.most}x.) Up to the ridge, {ridge:.0f} tokens a step for
+a dense model at the peak, FLOPs lie idle while the weights are read. There one more sequence costs
+only the reading of its KV. Beyond it, more batch buys waiting.
 
 With prefill in the same steps (block 6's server, chat, 5% kept free) pages make {with_prefill:.1f}x
 the tokens/s of {reserved.batch} running sequences at the peak, and {with_prefill_below:.1f}x at
 {MFU:.0%} MFU and {MBU:.0%} of the bandwidth. (Seeds 0 to 49: {WORTH_AT_THE_PEAK.least:.2f}x to
-{WORTH_AT_THE_PEAK.most:.2f}x, in the middle {WORTH_AT_THE_PEAK.median:.2f}x; and
-{WORTH_BELOW_IT.least:.2f}x to {WORTH_BELOW_IT.most:.2f}x.) The size of a step moves the
+{WORTH_AT_THE_PEAK.most:.2f}x, and {WORTH_BELOW_IT.least:.2f}x to {WORTH_BELOW_IT.most:.2f}x. Seed 5
+lies near the top: the medians are {WORTH_AT_THE_PEAK.median:.2f}x and
+{WORTH_BELOW_IT.median:.2f}x.) The size of a step moves the
 {with_prefill:.1f}x: with 512 tokens a step instead of {STEP_TOKENS:,} it is
 {WORTH_IN_SMALL_STEPS.least:.2f}x to {WORTH_IN_SMALL_STEPS.most:.2f}x.
 
@@ -1619,9 +1640,11 @@ fill 95% of the pool (at most 1,024):
 
 {levers}
 
-Memory alone gains little beyond the ridge: FP8 weights leave {fp8_memory:.0f} GiB more for KV, and
-the tokens/s stay. With prefill, arithmetic in FP8 makes {fp8_chat:.1f}x for chat. In decode, FP8 KV
-makes {fp8_kv_decode:.1f}x, because half as much is read.
+Memory alone gains little beyond the ridge. FP8 weights leave {fp8_memory:.0f} GiB more for KV and
+are read in half the time, and the tokens/s stay. With prefill, arithmetic in FP8 makes
+{fp8_chat:.1f}x for chat. In decode, FP8 KV makes {fp8_kv_decode:.1f}x, because half as much is
+read. (Chat with prefill, first row: {CHAT_WITH_PREFILL.least:,} to {CHAT_WITH_PREFILL.most:,} over
+seeds 0 to 199, in the middle {CHAT_WITH_PREFILL.median:,}.)
 
 What to say in an interview, in this order:
 
@@ -2171,8 +2194,9 @@ def sized(
     tokens = NAIVE["budget_tokens"](budget, tp * on_each)
     fill_pool, fill_step = tokens / resident, NAIVE["step_fills"](requests, 8192)
     running = max(1, min(0.95 * fill_pool, fill_step))
-    step_tokens, prompt = running * 8192 / fill_step, sum(p for p, _ in requests) / len(requests)
-    step_ms, weights_ms, first_token_ms = (
+    n, prompts, outputs = len(requests), *map(sum, zip(*requests))
+    prefilled, held = running * prompts / outputs, running * resident
+    pass_ms, weights_ms, decode_ms, first_token_ms = (
         [
             1000 * NAIVE["step_seconds"](
                 computed, held, tp * on_each, n_params, tflops * 1e12, gb_per_s, tp, mfu, mbu,
@@ -2180,24 +2204,24 @@ def sized(
             )
             for mfu, mbu in ((1, 1), (0.5, 0.8))
         ]
-        for computed, held in ((step_tokens, running * resident), (0, 0), (prompt, prompt))
+        for computed, held in ((running, held), (0, 0), (running, 0), (prompts / n, 0))
     )  # fmt: skip
-    compute_ms = [
-        1000 * 2 * step_tokens * (active_params or n_params) / (tp * tflops * 1e12 * mfu)
-        for mfu in (1, 0.5)
-    ]
+    flop = 2 * prefilled * (active_params or n_params)
+    prefill_ms = [1000 * flop / (tp * tflops * 1e12 * mfu) for mfu in (1, 0.5)]
+    step_ms = [passed + more for passed, more in zip(pass_ms, prefill_ms)]
     return {
         "memory_gib": memory, "used_gib": memory * utilization, "weights_gib": weights,
         "rest_gib": rest, "budget_gib": budget, "bytes_on_each": on_each,
         "kv_per_token": tp * on_each, "tokens": tokens, "resident": resident,
         "fill_pool": fill_pool, "fill_step": fill_step,
         "max_num_seqs": max(1, math.ceil(min(fill_pool, fill_step))),
-        "max_num_seqs_alone": max(1, int(min(fill_pool - 2 * fill_pool**0.5, fill_step))),
-        "running": running, "step_tokens": step_tokens, "held_tokens": running * resident,
-        "ridge": [step_tokens * x / y for x, y in zip(weights_ms, compute_ms)],
-        "weights_ms": weights_ms, "compute_ms": compute_ms,
-        "kv_ms": [step - max(both) for step, *both in zip(step_ms, weights_ms, compute_ms)],
+        "cap": max(1, int(min(0.9 * fill_pool, fill_step))),
+        "running": running, "prefill_tokens": prefilled, "held_tokens": held,
+        "ridge": [prefilled * x / y for x, y in zip(weights_ms, prefill_ms)],
+        "weights_ms": weights_ms, "decode_ms": decode_ms, "prefill_ms": prefill_ms,
+        "kv_ms": [passed - decode for passed, decode in zip(pass_ms, decode_ms)],
         "step_ms": step_ms, "tokens_per_s": [1000 * running / step for step in step_ms],
+        "requests_per_s": [1000 * running / step / (outputs / n) for step in step_ms],
         "per_user": [1000 / step for step in step_ms], "first_token_ms": first_token_ms,
     }  # fmt: skip
 
@@ -3574,8 +3598,7 @@ CARDS = {
     "MI300X": Card(191.98, 5300, 1307),  # PyTorch; AMD MI300X datasheet, 2023
 }
 REST_SHARE = 0.05  # of a card, for all but weights and KV: in block 1 it is 15.7 of 318.6 GiB
-UTILIZATION = 0.92  # vLLM's default
-KEPT_FREE = 0.05  # the watermark of block 6's rule
+KEPT_FREE, CAP = 0.05, 0.9  # block 6's rules: the watermark, or a share of those that fill a pool
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
@@ -3606,16 +3629,18 @@ class Deployment(NamedTuple):
     fill_step: float  # sequences whose decode and prefill fill a step of 8,192 tokens
     limit: str  # the lesser of the two
     max_num_seqs: int  # with 5% of the pages kept free
-    max_num_seqs_alone: int  # for an engine that cannot keep pages free
+    cap: int  # max_num_seqs of an engine that cannot keep pages free
     running: float  # sequences, with 5% kept free
-    step_tokens: float  # what they compute in a step
-    held_tokens: float  # whose KV they read
+    prefill_tokens: float  # of prompts, in a mean step
+    held_tokens: float  # whose KV it reads
     ridge: Range  # tokens a step from which computing takes longer than reading the weights
-    weights_ms: Range
-    compute_ms: Range
+    weights_ms: Range  # to read them
+    decode_ms: Range
+    prefill_ms: Range
     kv_ms: Range
     step_ms: Range
     tokens_per_s: Range
+    requests_per_s: Range
     per_user: Range  # tokens/s of one sequence
     first_token_ms: Range  # of a mean prompt, on an idle server
 
@@ -3635,13 +3660,14 @@ def size(
     """Size a replica of `tp` cards for a model's config.json and (prompt, output) requests.
 
     `card` is a name in CARDS or (GiB, GB/s, dense TFLOP/s). `active_params` are those that a token
-    uses; a mixture of experts must say. Parameters take `weight_bytes` bytes, values of KV
-    `dtype_bytes` (None: what the config says). An engine may use `utilization` of the memory, and
-    needs `rest_gib` of each GPU for more than weights and KV (None: 5% of the card, as in block 1).
+    uses; a mixture of experts must say. A parameter takes `weight_bytes` bytes, a value of KV
+    `dtype_bytes` (None: 2). An engine may use `utilization` of the memory, and needs `rest_gib` of
+    each GPU for more than weights and KV (None: 5% of the card, as in block 1).
 
     The setting follows block 6: keep 5% of the pages free, and let as many run as fill the pool or
-    the step. Where an engine cannot keep pages free, n - 2 sqrt(n) of the n that fill the pool.
-    Times are step_seconds at the peak, and at 50% MFU and 80% of the bandwidth.
+    the step. Where an engine cannot keep pages free, a cap of nine tenths of those that fill the
+    pool. Most steps only decode, so a mean step takes step_seconds of decoding and its share of the
+    prompts' arithmetic: at the peak, and at 50% MFU and 80% of the bandwidth.
 
     >>> llama = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
     ...     "num_key_value_heads": 8, "hidden_size": 4096}
@@ -3661,8 +3687,8 @@ def size(
     budget = memory * utilization - weights - rest
     if budget <= 0:
         raise ValueError(
-            f"no memory is left for KV: {memory:.2f} GiB x {utilization:g}"
-            f" - {weights:.2f} of weights - {rest:.2f} for the rest = {budget:.2f}"
+            f"no memory is left for KV: {memory:.2f} GiB x {utilization:g} - {weights:.2f} of"
+            f" weights of {weight_bytes:g} B - {rest:.2f} for the rest = {budget:.2f}"
         )
     length = math.ceil(resident)  # where layers have a window, a longer sequence costs less a token
     on_each = math.ceil(kv_bytes(config, length, dtype_bytes, tp) / length)
@@ -3675,42 +3701,44 @@ def size(
         raise ValueError(f"a request of {longest:,} tokens never fits a pool of {tokens:,}")
 
     fill_pool, fill_step = tokens / resident, step_fills(requests, STEP_TOKENS)
-    alone = min(fill_pool - 2 * math.sqrt(fill_pool), fill_step)
     running = max(1, min((1 - KEPT_FREE) * fill_pool, fill_step))
-    step_tokens, held_tokens = running * STEP_TOKENS / fill_step, running * resident
-    prompt = sum(prompt for prompt, _ in requests) / len(requests)
+    prompt, output = (sum(column) / len(requests) for column in zip(*requests))
+    prefill_tokens, held_tokens = running * prompt / output, running * resident
 
     def pace(mfu: float, mbu: float) -> tuple[float, ...]:
         speed: Parts = {
             "n_params": n_params, "active_params": active_params, "weight_bytes": weight_bytes,
             "flops_per_gpu": card.tflops * 1e12, "gb_per_s": card.gb_per_s, "mfu": mfu, "mbu": mbu,
         }  # fmt: skip
-
-        def ms(tokens: float, held_tokens: float) -> float:
-            return 1000 * step_seconds(tokens, held_tokens, kv_per_token, tp=tp, **speed)
-
-        ridge, weights, step = ridge_tokens(**speed), ms(0, 0), ms(step_tokens, held_tokens)
+        weights, decode, both, first = (
+            1000 * step_seconds(tokens, held, kv_per_token, tp=tp, **speed)
+            for tokens, held in ((0, 0), (running, 0), (running, held_tokens), (prompt, 0))
+        )
+        ridge = ridge_tokens(**speed)
+        prefill = weights * prefill_tokens / ridge
+        step = both + prefill
+        per_s = 1000 * running / step
         return (
-            ridge, weights, weights * step_tokens / ridge, ms(0, held_tokens) - weights, step,
-            1000 * running / step, 1000 / step, ms(prompt, prompt),
+            ridge, weights, decode, prefill, both - decode, step, per_s, per_s / output,
+            1000 / step, first,
         )  # fmt: skip
 
     return Deployment(
         memory, memory * utilization, weights, rest, budget, on_each, kv_per_token, tokens,
         resident, fill_pool, fill_step, "KV memory" if fill_pool <= fill_step else "the step",
-        max(1, math.ceil(min(fill_pool, fill_step))), max(1, int(alone)),
-        running, step_tokens, held_tokens, *map(Range, pace(1, 1), pace(0.5, 0.8)),
+        math.ceil(min(fill_pool, fill_step)), max(1, int(min(CAP * fill_pool, fill_step))),
+        running, prefill_tokens, held_tokens, *map(Range, pace(1, 1), pace(0.5, 0.8)),
     )  # fmt: skip
 
 
 def experts(config: Config) -> str:
     """What a config says of a mixture of experts, or nothing."""
     _, decoder = decoder_of(config)
-    for name in EXPERTS:
-        if isinstance(decoder.get(name), int) and decoder[name] > 1:
-            return f"{name} = {decoder[name]}"
-    kind = decoder.get("model_type")
-    return f"model_type = {kind}" if isinstance(kind, str) and "moe" in kind else ""
+    for name in (*EXPERTS, "model_type"):
+        told = decoder.get(name)
+        if (isinstance(told, int) and told > 1) or (isinstance(told, str) and "moe" in told):
+            return f"{name} = {told}"
+    return ""
 
 
 def card_of(name: str, value: Any) -> Card:
@@ -3725,27 +3753,27 @@ def card_of(name: str, value: Any) -> Card:
         gib, gb_per_s, tflops = value
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be (GiB, GB/s, TFLOP/s), not {shown(value)}") from None
-    figures = {"GiB": gib, "GB/s": gb_per_s, "TFLOP/s": tflops}
-    return Card(*(number(f"{name} {unit}", x, 1e-3, 1e6) for unit, x in figures.items()))
+    least = {"GiB": (gib, 1), "GB/s": (gb_per_s, 50), "TFLOP/s": (tflops, 1)}  # or it is TB/s
+    return Card(*(number(f"{name} {unit}", *x, 10**6) for unit, x in least.items()))
 
 
 def bytes_in_words(config: Config, width: float, tp: int) -> str:
     """How a token's bytes on one GPU come about, where all layers that keep some are alike."""
     layers = layers_of(config, tp)
-    _, words, most = layers[0]
-    if layers == [layers[0]] * len(layers) and most == math.inf:
-        return f"{len(layers)} layers x {words} x {width:g} B"
+    if len(set(layers)) == 1 and layers[0].most == math.inf:
+        return f"{len(layers)} layers x {layers[0].words} x {width:g} B"
     return f"kv_bytes(config, tp={tp}), from its class"
 
 
 RECIPE = """\
-  each: {card.gib:g} GiB, {tb_per_s:g} TB/s, {card.tflops:g} TFLOP/s (what is printed is rounded)
-  a token costs 2 FLOP for each parameter that it uses
+  {card.gib:g} GiB as CUDA shows it, {card.gb_per_s:,g} GB/s, {card.tflops:g} TFLOP/s
+  what is printed is rounded, tokens that fit and the cap down; a token costs 2
+  FLOP for each parameter that it uses; half of a last page of 16 tokens is empty
 
 memory shown | {tp} x {card.gib:.2f} | {memory_gib:.2f} GiB
 of it in use | {memory_gib:.2f} x {utilization:g} | {used_gib:.2f} GiB
 weights | {params} x {weight_bytes:g} B / 2^30 | {weights_gib:.2f} GiB
-the rest, {rest_is} | {rest} | {rest_gib:.2f} GiB
+the rest, {rest} | {rest_gib:.2f} GiB
 KV budget | {used_gib:.2f} - {weights_gib:.2f} - {rest_gib:.2f} | {budget_gib:.2f} GiB
 a token, each GPU | {token} | {bytes_on_each:,} B
 a token, in all | {tp} x {bytes_on_each:,} | {kv_per_token:,} B
@@ -3755,83 +3783,77 @@ fill the pool | {tokens:,} / {resident:,.1f} | {fill_pool:,.1f} sequences
 fill a step | {STEP_TOKENS:,} / (1 + {prompt} / {output}) | {fill_step:,.1f} sequences
 the limit | the lesser of the two | {limit}
 
-  THE SETTING, with max_num_batched_tokens {STEP_TOKENS:,}
-max_model_len | the tokens that fit, or the engine stops | at most {tokens:,}
-watermark | pages kept free (vLLM 0.33 or later) | {KEPT_FREE}
-max_num_seqs | the lesser of the two, rounded up | {max_num_seqs:,}
-without watermark | {pool} - 2 x sqrt({pool}){most} | max_num_seqs {max_num_seqs_alone:,}
-so there run | {unreserved:g} x {pool}{most} | {running:,.1f} sequences
-a step computes | {running:,.1f} x (1 + {prompt} / {output}) | {step_tokens:,.1f} tokens
+  THE SETTING, with --max-num-batched-tokens {STEP_TOKENS}, --gpu-memory-utilization {utilization:g}
+--max-model-len | min(max_position_embeddings, what fits) | {longest:,}
+--watermark | pages kept free (vLLM 0.33 or later) | {KEPT_FREE}
+--max-num-seqs | the lesser of the two, rounded up | {max_num_seqs:,}
+without watermark | the cap: {CAP} x {fill_pool:,.1f}{most} | {cap:,} sequences
+
+so there run | {unreserved:g} x {fill_pool:,.1f}{most} | {running:,.1f} sequences
+a step prefills | {running:,.1f} x {prompt} / {output} | {prefill_tokens:,.1f} tokens
 a step reads KV of | {running:,.1f} x {resident:,.1f} | {held_tokens:,.0f} tokens
 
                                                                       peak  50%, 80%
-ridge, tokens | {card.tflops:g} / {tb_per_s:g}{wider}{sparse} | {ridge}
+ridge, tokens | {card.tflops:g} / {tb_per_s:g} x {weight_bytes:g} B / 2 FLOP{sparse} | {ridge}
 read weights, ms | {params} x {weight_bytes:g} / ({tp} x {tb_per_s:g}e12) | {weights_ms}
-compute, ms | {step_tokens:,.1f} / ridge x that | {compute_ms}
+decode, ms | read weights x max(1, {running:,.1f} / ridge) | {decode_ms}
+prefill, ms | read weights x {prefill_tokens:,.1f} / ridge | {prefill_ms}
 read KV, ms | {held_tokens:,.0f} x {kv_per_token:,} / ({tp} x {tb_per_s:g}e12) | {kv_ms}
-a step, ms | the longer of the first two, + KV | {step_ms}
+a step, ms | decode + prefill + read KV | {step_ms}
 tokens/s | {running:,.1f} / a step | {tokens_per_s}
+requests/s | tokens/s / {output} | {requests_per_s}
 tokens/s, a user | 1 / a step | {per_user}
-first token, ms | {prompt} tokens in a step of their own | {first_token_ms}
+idle 1st token, ms | read weights x max(1, {prompt} / ridge) | {first_token_ms}
 """
 
 
-def recipe(config: Config, given: Parts, d: Deployment) -> None:
+def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
     """Print how `d` = size(config, **given) comes about: a line for each number, its name first."""
     tp, each, rest, n_params = (given[x] for x in ("tp", "weight_bytes", "rest_gib", "n_params"))
     active, width = given["active_params"] or n_params, given["dtype_bytes"] or DTYPE
     prompt, output = (f"{sum(column) / len(column):,.6g}" for column in zip(*given["requests"]))
     alike = len(set(given["requests"])) == 1
+    longest = decoder_of(config)[1].get("max_position_embeddings")
     figures: Parts = {
         **globals(), **given, **d._asdict(), "prompt": prompt, "output": output,
         "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
-        "unreserved": 1 - KEPT_FREE, "rest_is": "assumed" if rest is None else "given",
-        "rest": f"{d.memory_gib:.2f} x {REST_SHARE}" if rest is None else f"{tp} x {rest:g}",
-        "token": bytes_in_words(config, width, tp),
+        "unreserved": 1 - KEPT_FREE, "token": bytes_in_words(config, width, tp),
+        "rest": f"assumed | {d.memory_gib:.2f} x {REST_SHARE}" if rest is None
+        else f"given | {tp} x {rest:g}",
         "prompt_and_half": f"{prompt} + {output} / 2" if alike else "E[p x o + o^2 / 2] / E[o]",
-        "pool": f"{d.fill_pool:,.1f}",
         "most": f", at most {d.fill_step:,.1f}" if d.limit == "the step" else "",
-        "wider": f" x {each:g} / 2" if each != DTYPE else "",
         "sparse": f" x {n_params / 1e9:.6g} / {active / 1e9:.6g}" if active != n_params else "",
+        "longest": min(longest, d.tokens) if isinstance(longest, int) else d.tokens,
     }  # fmt: skip
+    print(f"  {model}, tensor parallel {tp}; of each GPU:")
     for line in RECIPE.format_map(figures).splitlines():
         print("  {:<18} = {:<41} = {}".format(*line.split(" | ")) if "|" in line else line)
     say(
-        """Left, the hardware's peak; right, 50% MFU and 80% of the bandwidth. Neither includes
-        communication between GPUs or the FLOP of attention. Tokens/s are an upper bound: few steps
-        carry a prompt and most only decode, so near the ridge or below it up to a third less is
-        made."""
+        """Left, the hardware's peak; right, 50% MFU and 80% of the bandwidth: ridge x 0.5 / 0.8,
+        reading / 0.8. Neither includes communication between GPUs or the FLOP of attention."""
     )
-    if d.fill_pool < 100:
-        say(
-            """With a watermark max_num_seqs is only a ceiling. Without one the cap costs more
-            tokens/s here than preemption does: from 100 sequences on it pays."""
-        )
-    if rest is None:
-        say(
-            f"""The rest (activations, CUDA graphs, communication) is assumed: {REST_SHARE:.0%} of
-            what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB a GPU. Yours prints
-            the tokens that fit (vLLM: GPU KV cache size). Then the rest is what is in use, less
-            weights and these tokens, for each GPU; give it as --rest GIB."""
-        )
-    if alike:
-        say("Where lengths differ, sequences hold more, for long answers stay longer: --trace.")
-    if each < DTYPE:
-        say("Arithmetic is taken in 16 bits; --card GIB,GB/S,TFLOP/S may say another rate.")
-    if active != n_params:
-        say("Every expert is read in every step: true of large steps, too slow for small ones.")
-    if d.kv_per_token > kv_bytes(config, 1, width):
-        say(
-            """A latent, or a KV head where there are more GPUs, is whole on each GPU: the tokens
-            that fit are what the budget of one GPU holds."""
-        )
-    if d.bytes_on_each < kv_bytes(config, 1, width, tp):
-        say(f"Layers with a window keep less: a token's share of {d.resident:,.0f} is counted.")
+    for applies, note in (
+        (d.fill_pool < 100, "Below 100 sequences the cap loses up to a tenth of the tokens/s."),
+        (rest is None, "The rest (activations, CUDA graphs, communication) is assumed:"
+         f" {REST_SHARE:.0%} of what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB"
+         f" a GPU, and each costs {GIB / d.bytes_on_each / d.resident:.1f} sequences. Yours prints"
+         " the tokens that fit (vLLM: GPU KV cache size). Then --rest is"
+         f" ({d.used_gib:.2f} - {d.weights_gib:.2f} - tokens x {d.kv_per_token:,} / 2^30) / {tp}."),
+        (alike, "Where lengths differ, long answers stay longer, so sequences hold more: --trace."),
+        (each < DTYPE, "Arithmetic has the rate of 16 bits; --card GIB,GB/S,TFLOP/S may differ."),
+        (active != n_params, "Steps are taken to read every expert: small ones are faster."),
+        (d.kv_per_token > kv_bytes(config, 1, width), "GPUs hold copies of a latent or a KV head:"
+         " as many tokens fit as one GPU holds. Attention in data parallel keeps each once."),
+        (d.bytes_on_each < kv_bytes(config, 1, width, tp), "Layers with a window keep less:"
+         f" a token's share of {d.resident:,.0f} is counted."),
+    ):  # fmt: skip
+        if applies:
+            say(note)
 
 
 def figure(result: float) -> str:
     """Three digits or more."""
-    return f"{result:,.{0 if result >= 999.5 else 1 if result >= 10 else 2}f}"
+    return f"{result:,.{0 if result >= 999.5 else 1 if result >= 10 else 2 if result >= 1 else 3}f}"
 
 
 class Traffic(NamedTuple):
@@ -3931,9 +3953,7 @@ def deploy(mode: argparse.Namespace, config: Config, s: Parts) -> None:
         "dtype_bytes": mode.kv, "utilization": mode.utilization or UTILIZATION,
         "rest_gib": mode.rest,
     }  # fmt: skip
-    sized = s["size"](config, **given)
-    print(f"  {ascii_line(mode.model)} on {mode.gpus} GPU{'s' if mode.gpus > 1 else ''}")
-    recipe(config, given, sized)
+    recipe(ascii_line(mode.model), config, given, s["size"](config, **given))
 
 
 # --------------------------------------------------------------------------------------- predict
@@ -4231,9 +4251,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "PagePool.__init__ pages": (1, 10**7),  # it has a list of them
     "float": (TINY, HUGE), "gib": (0, HUGE), "private": (0, HUGE), "held_tokens": (0, HUGE),
     "budget_gib": (TINY, 1e9), "rest_gib": (0, 1e6), "shortest_fetch gb_per_s": (1e-3, HUGE),
-    "size n_params": (1e6, HUGE), "size active_params": (1e6, HUGE), "size tp": (1, 10**6),
+    "size n_params": (10**6, HUGE), "size active_params": (10**6, HUGE), "size tp": (1, 10**6),
+    "size weight_bytes": (0.01, 4), "size dtype_bytes": (0.01, 4),  # bytes, not bits
     "model_table budget_gib": (1e-6, 1e9),
-    "mfu": (TINY, 1), "mbu": (TINY, 1), "utilization": (TINY, 1), "occupancy": (0, 1),
+    "mfu": (TINY, 1), "mbu": (TINY, 1), "utilization": (0.01, 1), "occupancy": (0, 1),
     "watermark": (0, math.nextafter(1, 0)),  # less than 1, as the engine takes it
     "dtype_bytes": (0.01, 1000), "weight_bytes": (0.01, 1000),
 }  # fmt: skip
@@ -4381,10 +4402,6 @@ usage: m02_kv_cache [one of the following]
   --predict     guess six numbers first, and see how far off you are
   --help        this text
 """
-MODES = (
-    "use nothing, --block N (N from 1 to 6), --quiet, --verify, --model FILE [--budget GIB],"
-    " --trace FILE, --predict or --help"
-)
 
 
 class UsageError(Exception):
@@ -4395,8 +4412,11 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse, but a wrong argument is an exception rather than an exit."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise UsageError with argparse's message."""
-        raise UsageError(f"{message}; {MODES}")
+        """Raise UsageError with argparse's message, and the modes that there are."""
+        raise UsageError(
+            f"{message}; use nothing, --block N (N from 1 to 6), --quiet, --verify, --model FILE"
+            " [--budget GIB], --trace FILE, --predict or --help"
+        )
 
 
 # What is typed for an option becomes an argument, and may be what its parameter may be.
@@ -4416,11 +4436,11 @@ def typed(option: str, text: str) -> Any:
     argument: Any = text
     with contextlib.suppress(ValueError):
         numbers = [int(x) if x.is_integer() else x for x in map(float, text.split(","))]
-        argument = numbers if len(numbers) > 1 else numbers[0]
+        argument = {1: numbers[0], 3: numbers}.get(len(numbers), text)
     try:
-        return checked(OPTIONS[option]._replace(name=option), argument)
+        return checked(OPTIONS[option]._replace(name=f"--{option}"), argument)
     except (TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise UsageError(error) from None
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -4471,7 +4491,8 @@ def run(mode: argparse.Namespace) -> int:
             else:
                 model_table(mode.model, config, mode.budget, parts())
         except (TypeError, ValueError) as error:
-            raise UsageError(f"--model {mode.model}: {error}") from None
+            told = str(error).replace("tp =", "--gpus =").replace("active_params =", "--active =")
+            raise UsageError(f"--model {mode.model}: {told}") from None
     elif mode.trace is not None:
         requests = requests_at(mode.trace)
         try:
