@@ -547,7 +547,7 @@ LESSON_3 = """
 A pool of 8 pages, 16 tokens each, and a sequence a that grows:
 
 {story}
-  Token 37 of a lives in page table[37 // 16] = {page}, at place 37 % 16 = {place}.
+  Token 37 of a: 37 // 16 = {index}, so page table[{index}] = {page}; 37 % 16 = {place}, its place.
 
 The workload on the whole budget:
 
@@ -579,15 +579,16 @@ def b3(s: Parts, show: bool) -> Parts:
         a = pool.allocate(20)
         lines.append(traced("a = allocate(20)", a, pool, "two pages"))
         b = pool.allocate(16)
-        lines.append(traced("b = allocate(16)", b, pool, "somebody else's page"))
+        lines.append(traced("b = allocate(16)", b, pool, "the next page, for b"))
         pool.append(a, 12)
         lines.append(traced("append(a, 12)", a, pool, "the last page had room"))
         pool.append(a, 6)
-        lines.append(traced("append(a, 6)", a, pool, "a page, anywhere"))
+        lines.append(traced("append(a, 6)", a, pool, "one more page"))
         pool.release(b)
-        lines.append(traced("release(b)", b, pool, "free for anybody"))
+        lines.append(traced("release(b)", b, pool, "its page is free"))
         story = "\n".join(lines)
-        page, place = a.table[37 // pool.page_tokens], 37 % pool.page_tokens
+        index, place = divmod(37, pool.page_tokens)
+        page = a.table[index]
         requests, gib = s["seq_lengths"](4000), s["kv_gib"]
         baseline = s["contiguous"](requests, 8192)
         rows = {size: paged(requests, size) for size in (1, 8, 16, 32, 128)}
@@ -1612,7 +1613,7 @@ What the batch buys, in decode alone, each sequence at its final length. On the 
 the right. (Seeds 0 to 199: {DECODE_AT_THE_PEAK.least}x to {DECODE_AT_THE_PEAK.most}x, and
 {DECODE_BELOW_IT.least}x to {DECODE_BELOW_IT.most}x.) Up to the ridge, {ridge:.0f} tokens a step for
 a dense model at the peak, FLOPs lie idle while the weights are read. There one more sequence costs
-only the reading of its KV. Beyond it, more batch buys waiting.
+only the reading of its KV. Beyond it, a larger batch adds waiting.
 
 With prefill in the same steps (block 6's server, chat, 5% kept free) pages make {with_prefill:.1f}x
 the tokens/s of {reserved.batch} running sequences at the peak, and {with_prefill_below:.1f}x at
@@ -1805,7 +1806,7 @@ def pull_levers(s: Parts, requests: list[tuple[int, int]]) -> dict[str, Lever]:
     return {
         "16-bit weights and KV": pull(KV_BUDGET_GIB),
         "FP8 weights alone": pull(fp8_gib, weight_bytes=1),
-        "FP8 weights, arithmetic": pull(fp8_gib, **fp8),
+        "FP8 weights and arithmetic": pull(fp8_gib, **fp8),
         "FP8 KV": pull(KV_BUDGET_GIB, fp8_kv),
         "all of these": pull(fp8_gib, fp8_kv, **fp8),
         "an H200, 16 bits": pull(h200_gib, gb_per_s=H200_GB_PER_S),
@@ -1826,8 +1827,8 @@ def interview(s: Parts, rows: dict[str, Allocation]) -> Iterator[str]:
         " know how long an answer gets."
     )
     yield (
-        f"Above {s['ridge_tokens']():.0f} tokens a step (dense model, H100, at the peak) more batch"
-        " buys waiting."
+        f"Above {s['ridge_tokens']():.0f} tokens a step (dense model, H100, at the peak) a larger"
+        " batch adds waiting, not tokens/s."
     )
     yield (
         f"Fetching KV beats recomputing it above {s['break_even']():.0f} GB/s, for this model on"

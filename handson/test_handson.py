@@ -883,7 +883,7 @@ class WhatTheBatchBuys(unittest.TestCase):
         levers = lesson.pull_levers(lesson.parts(), requests)
         for name, options in (
             ("16-bit weights and KV", {}),
-            ("FP8 weights, arithmetic", {"weight_bytes": 1, "flops_per_gpu": 1979e12}),
+            ("FP8 weights and arithmetic", {"weight_bytes": 1, "flops_per_gpu": 1979e12}),
             ("FP8 KV", {"kv_per_token": 163_840}),
             ("an H200, 16 bits", {"gb_per_s": 4800}),
         ):
