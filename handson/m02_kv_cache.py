@@ -3690,7 +3690,7 @@ def size(
     if budget <= 0:
         raise ValueError(
             f"no memory is left for KV: {memory:.2f} GiB x {utilization:g} - {weights:.2f} of"
-            f" weights of {weight_bytes:g} B - {rest:.2f} for the rest = {budget:.2f}"
+            f" weights of {weight_bytes:g} B (--weights) - {rest:.2f} for the rest = {budget:.2f}"
         )
     length = math.ceil(resident)  # where layers have a window, a longer sequence costs less a token
     on_each = math.ceil(kv_bytes(config, length, dtype_bytes, tp) / length)
@@ -3769,8 +3769,10 @@ def bytes_in_words(config: Config, width: float, tp: int) -> str:
 
 RECIPE = """\
   {card.gib:g} GiB as CUDA shows it, {card.gb_per_s:,g} GB/s, {card.tflops:g} TFLOP/s
-  what is printed is rounded, tokens that fit and the cap down; a token costs 2
-  FLOP for each parameter that it uses; half of a last page of 16 tokens is empty
+  What is printed is rounded; tokens that fit and the cap are rounded down.
+  A sequence holds its prompt, on average half its answer, and half a page of 16.
+  A step computes 1 token for it, and prompt / answer to prefill the next one.
+  A token costs 2 FLOP for each parameter that it uses.
 
 memory shown | {tp} x {card.gib:.2f} | {memory_gib:.2f} GiB
 of it in use | {memory_gib:.2f} x {utilization:g} | {used_gib:.2f} GiB
@@ -3785,13 +3787,14 @@ fill the pool | {tokens:,} / {resident:,.1f} | {fill_pool:,.1f} sequences
 fill a step | {STEP_TOKENS:,} / (1 + {prompt} / {output}) | {fill_step:,.1f} sequences
 the limit | the lesser of the two | {limit}
 
-  THE SETTING, with --max-num-batched-tokens {STEP_TOKENS}, --gpu-memory-utilization {utilization:g}
---max-model-len | min(max_position_embeddings, what fits) | {longest:,}
+  THE SETTING (vLLM's options; enter all): --tensor-parallel-size {tp}
+  --max-num-batched-tokens {STEP_TOKENS}, --gpu-memory-utilization {utilization:g}
+--max-model-len | {context} | at most {longest:,}
 --watermark | pages kept free (vLLM 0.33 or later) | {KEPT_FREE}
---max-num-seqs | the lesser of the two, rounded up | {max_num_seqs:,}
+--max-num-seqs | {least:,.1f}, rounded up | {max_num_seqs:,}
 without watermark | the cap: {CAP} x {fill_pool:,.1f}{most} | {cap:,} sequences
 
-so there run | {unreserved:g} x {fill_pool:,.1f}{most} | {running:,.1f} sequences
+so there run | (1 - {KEPT_FREE}) x {fill_pool:,.1f}{most} | {running:,.1f} sequences
 a step prefills | {running:,.1f} x {prompt} / {output} | {prefill_tokens:,.1f} tokens
 a step reads KV of | {running:,.1f} x {resident:,.1f} | {held_tokens:,.0f} tokens
 
@@ -3802,9 +3805,9 @@ decode, ms | read weights x max(1, {running:,.1f} / ridge) | {decode_ms}
 prefill, ms | read weights x {prefill_tokens:,.1f} / ridge | {prefill_ms}
 read KV, ms | {held_tokens:,.0f} x {kv_per_token:,} / ({tp} x {tb_per_s:g}e12) | {kv_ms}
 a step, ms | decode + prefill + read KV | {step_ms}
-tokens/s | {running:,.1f} / a step | {tokens_per_s}
+tokens/s | 1,000 x {running:,.1f} / a step | {tokens_per_s}
 requests/s | tokens/s / {output} | {requests_per_s}
-tokens/s, a user | 1 / a step | {per_user}
+tokens/s, a user | 1,000 / a step | {per_user}
 idle 1st token, ms | read weights x max(1, {prompt} / ridge) | {first_token_ms}
 """
 
@@ -3819,13 +3822,14 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
     figures: Parts = {
         **globals(), **given, **d._asdict(), "prompt": prompt, "output": output,
         "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
-        "unreserved": 1 - KEPT_FREE, "token": bytes_in_words(config, width, tp),
+        "token": bytes_in_words(config, width, tp), "least": min(d.fill_pool, d.fill_step),
         "rest": f"assumed | {d.memory_gib:.2f} x {REST_SHARE}" if rest is None
         else f"given | {tp} x {rest:g}",
         "prompt_and_half": f"{prompt} + {output} / 2" if alike else "E[p x o + o^2 / 2] / E[o]",
         "most": f", at most {d.fill_step:,.1f}" if d.limit == "the step" else "",
         "sparse": f" x {n_params / 1e9:.6g} / {active / 1e9:.6g}" if active != n_params else "",
         "longest": min(longest, d.tokens) if isinstance(longest, int) else d.tokens,
+        "context": f"config: {longest:,}; fit: {d.tokens:,}" if isinstance(longest, int) else "fit",
     }  # fmt: skip
     print(f"  {model}, tensor parallel {tp}; of each GPU:")
     for line in RECIPE.format_map(figures).splitlines():
@@ -3835,15 +3839,17 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
         reading / 0.8. Neither includes communication between GPUs or the FLOP of attention."""
     )
     for applies, note in (
-        (d.fill_pool < 100, "Below 100 sequences the cap loses up to a tenth of the tokens/s."),
+        (d.fill_pool < 100, "Below 100 sequences the cap of an engine without a watermark loses up"
+         " to a tenth of the tokens/s."),
         (rest is None, "The rest (activations, CUDA graphs, communication) is assumed:"
          f" {REST_SHARE:.0%} of what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB"
-         f" a GPU, and each costs {GIB / d.bytes_on_each / d.resident:.1f} sequences. Yours prints"
-         " the tokens that fit (vLLM: GPU KV cache size). Then --rest is"
+         f" a GPU. A GiB more on each costs {GIB / d.bytes_on_each / d.resident:.1f} sequences."
+         " Yours prints the tokens that fit (vLLM: GPU KV cache size). Then --rest is"
          f" ({d.used_gib:.2f} - {d.weights_gib:.2f} - tokens x {d.kv_per_token:,} / 2^30) / {tp}."),
         (alike, "Where lengths differ, long answers stay longer, so sequences hold more: --trace."),
-        (each < DTYPE, "Arithmetic has the rate of 16 bits; --card GIB,GB/S,TFLOP/S may differ."),
-        (active != n_params, "Steps are taken to read every expert: small ones are faster."),
+        (each < DTYPE, "FLOP/s are those of 16 bits. If the engine computes in fewer, say so with"
+         " --card GIB,GB/S,TFLOP/S."),
+        (active != n_params, "Steps are assumed to read all experts. A small batch reads fewer."),
         (d.kv_per_token > kv_bytes(config, 1, width), "GPUs hold copies of a latent or a KV head:"
          " as many tokens fit as one GPU holds. Attention in data parallel keeps each once."),
         (d.bytes_on_each < kv_bytes(config, 1, width, tp), "Layers with a window keep less:"
