@@ -282,7 +282,7 @@ def contiguous(
     This is what servers did before paging: nobody knows how long an answer will get, so the longest
     allowed length is reserved (Kwon et al. 2023, "Efficient memory management for large language
     model serving with PagedAttention", section 3.1). A slot is the memory reserved for one request.
-    Each request takes a slot, even if it is longer than that: `misfits` counts those that are.
+    A request that is longer than a slot is admitted all the same, and counted in `misfits`.
 
     >>> contiguous([(600, 200), (900, 400), (100, 100)], 1024, budget_gib=1, kv_per_token=2**19)
     <Allocation: batch 2, 2,048 tokens held for 2,100, -2.5% wasted, 1 too long>
@@ -439,7 +439,7 @@ class PagePool:
         self.pages = pages
         self.page_tokens = page_tokens
         self.free_list = list(reversed(range(pages)))  # the next page to be taken is the last
-        self.sharers = [0] * pages  # block tables that hold a page, less one; 0 if one or none
+        self.sharers = [0] * pages  # other block tables that hold a page besides the first
 
     def allocate(self, tokens: int) -> Sequence:
         """A new sequence of `tokens` tokens, on pages of its own; or OutOfPages."""
@@ -458,7 +458,7 @@ class PagePool:
             new_pages = pages_for(sequence.tokens + n, self.page_tokens) - len(table)
             taken = self.take(new_pages + must_copy)
             if must_copy:
-                copy_on_write(self, sequence, taken.pop())  # one for the copy, the rest lengthen
+                copy_on_write(self, sequence, taken.pop())  # the other pages lengthen the table
             table += taken
         sequence.tokens += n
 
@@ -474,7 +474,7 @@ class PagePool:
         table, shared = sequence.table, 0
         for page in table:
             if not self.sharers[page]:
-                break  # forks share from the start of a table: from here on all are its own
+                break  # shared pages are the first of a table: from here on none is
             self.sharers[page] -= 1
             shared += 1
         own = table[shared:]
@@ -618,9 +618,9 @@ def traced(call: str, sequence: Sequence, pool: PagePool, remark: str) -> str:
 
 
 def copy_on_write(pool: PagePool, sequence: Sequence, own_page: int) -> None:
-    """Put `own_page` in the place of the last page of `sequence`, which others share.
+    """Leave the last page of `sequence` to the others that share it, and write in `own_page`.
 
-    `PagePool.append` calls this before it writes to a shared page. Only tables and counts are kept
+    `PagePool.append` calls this before it writes to a shared page. Only tables and counts change
     here; an engine also copies the K and V. vLLM has no such copy for plain attention: it shares
     full pages only, and nobody writes to a full page.
 
@@ -656,9 +656,9 @@ def shared_prefix(
     A request shares min(prefix, prompt) tokens: a prompt shorter than the prefix is taken to be the
     start of it. The rest is its own. The prefix is stored first and stays, whoever shares it.
 
-    A request's own tokens start on a fresh page. Shared tokens behind the last full page are then
-    counted in the stored page alone, which flatters: an engine that shares full pages only computes
-    and keeps them again. With `copy_on_write` the sequence copies that page and writes on, as the
+    A request's own tokens start on a fresh page. Shared tokens after the last full page are counted
+    once. That flatters: an engine that shares nothing but full pages computes and stores them again
+    for each request. With `copy_on_write` the sequence copies that page and writes on, as the
     paper does (section 4.4).
 
     >>> requests = [(40, 8), (30, 0), (40, 8)]
@@ -986,9 +986,9 @@ class Scheduler:
     """A server's scheduler, which decides as vLLM's does (V1, version 0.33), step for step.
 
     `add` puts a request into the queue, at any time. `step` computes at most `max_batched_tokens`
-    tokens, for at most `max_running` sequences (None: no limit). `watermark` is the share of the
-    pages, and one more that vLLM counts, that is kept free when a sequence enters while others run.
-    Prefix caching is off.
+    tokens, for at most `max_running` sequences (None: no limit). When a sequence enters
+    while others run, `watermark` x (pages + 1) pages stay free, rounded down: vLLM counts one page
+    that it never uses. Prefix caching is off.
 
     >>> scheduler = Scheduler(pages=4, page_tokens=4)
     >>> scheduler.add(prompt=4, output=6)
@@ -1029,14 +1029,14 @@ class Scheduler:
         for request in self.running:
             tokens = min(request.known - request.computed, room)
             while request.sequence and not self.fits(request, tokens):
-                self.preempt(self.running.pop())  # the newest; its turn would have come last
+                self.preempt(self.running.pop())  # the newest, at the end: its turn has not come
                 preempted += 1
             if request.sequence:  # it still has its pages: it was not the newest itself
                 scheduled[request] = self.compute(request, tokens)
                 room -= tokens
 
-        # Those that wait, from the front of the queue, unless somebody was preempted. There must be
-        # pages for all that the first one knows, though it takes only those for what it computes.
+        # Those that wait, from the front of the queue, unless somebody was preempted. All known
+        # tokens of the first must fit, even if this step has room to compute only some of them.
         while self.waiting and not preempted and room and len(self.running) < self.max_running:
             request = self.waiting[0]
             kept_free = self.kept_free if self.running else 0  # alone, it may have all pages
@@ -1337,9 +1337,9 @@ shows each after a step of Scheduler, as tokens computed: pages.
 
 {story}
 
-A sequence takes a page for the first token that no longer fits its last one: the page that was
-freed last. (A sequence frees its pages from the last to the first, so its first is taken first.) If
-too few pages are free, the sequence that entered last is preempted, even if it is the one that
+If a token no longer fits the last page of its sequence, it takes another: the page that was freed
+most recently. (A sequence frees its pages from the last to the first, so its first is taken first.)
+If too few pages are free, the sequence that entered last is preempted, even if it is the one that
 needs the page. It loses all its pages, and waits in front of all others. It enters again in a later
 step, when all its tokens fit, and computes them all.
 
