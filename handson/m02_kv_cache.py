@@ -658,8 +658,8 @@ def shared_prefix(
 
     A request's own tokens start on a fresh page. Shared tokens after the last full page are counted
     once. That flatters: an engine that shares nothing but full pages computes and stores them again
-    for each request. With `copy_on_write` the sequence copies that page and writes on, as the
-    paper does (section 4.4).
+    for each request. With `copy_on_write` the sequence copies that page and writes on, as the paper
+    does (section 4.4).
 
     >>> requests = [(40, 8), (30, 0), (40, 8)]
     >>> shared_prefix(requests, 40, page_tokens=16, budget_gib=1, kv_per_token=2**23).held_tokens
@@ -986,9 +986,9 @@ class Scheduler:
     """A server's scheduler, which decides as vLLM's does (V1, version 0.33), step for step.
 
     `add` puts a request into the queue, at any time. `step` computes at most `max_batched_tokens`
-    tokens, for at most `max_running` sequences (None: no limit). When a sequence enters
-    while others run, `watermark` x (pages + 1) pages stay free, rounded down: vLLM counts one page
-    that it never uses. Prefix caching is off.
+    tokens, for at most `max_running` sequences (None: no limit). When a sequence enters while
+    others run, `watermark` x (pages + 1) pages stay free, rounded down: vLLM counts one page that
+    it never uses. Prefix caching is off.
 
     >>> scheduler = Scheduler(pages=4, page_tokens=4)
     >>> scheduler.add(prompt=4, output=6)
@@ -1405,9 +1405,9 @@ to it.
 A server that preempts much may not come back. Long answers arrive at 90% of what the server can do,
 and once 500 come at the same time. With nothing kept free, {BURST_WAITING.least:,} to
 {BURST_WAITING.most:,} wait after 40 minutes, and the queue still grows. With 5% kept free the queue
-is empty 400 seconds after the burst. (50 draws of 50, looked at every 200 seconds.) In the
-table above, long at 500 makes {thrashing:.0%} of the tokens/s of its row with 5% free. Under
-a load between the two, the calm server stays calm and the stuck one stuck.
+is empty 400 seconds after the burst. (50 draws of 50, looked at every 200 seconds.) In the table
+above, long at 500 makes {thrashing:.0%} of the tokens/s of its row with 5% free. Under a load
+between the two, the calm server stays calm and the stuck one stuck.
 
 Why recompute, if fetching from host memory is {to_host:.1f}x as fast by block 5? A swap goes out
 and in again, in small copies: {copied} KiB for a layer, page and GPU. Kwon et al. (section 7.3)
@@ -1622,9 +1622,9 @@ the tokens/s of {reserved.batch} running sequences at the peak, and {with_prefil
 {MFU:.0%} MFU and {MBU:.0%} of the bandwidth. (Seeds 0 to 49: {WORTH_AT_THE_PEAK.least:.2f}x to
 {WORTH_AT_THE_PEAK.most:.2f}x, and {WORTH_BELOW_IT.least:.2f}x to {WORTH_BELOW_IT.most:.2f}x. Seed 5
 lies near the top: the medians are {WORTH_AT_THE_PEAK.median:.2f}x and
-{WORTH_BELOW_IT.median:.2f}x.) The size of a step moves the
-{with_prefill:.1f}x: with 512 tokens a step instead of {STEP_TOKENS:,} it is
-{WORTH_IN_SMALL_STEPS.least:.2f}x to {WORTH_IN_SMALL_STEPS.most:.2f}x.
+{WORTH_BELOW_IT.median:.2f}x.) The size of a step moves the {with_prefill:.1f}x: with 512 tokens a
+step instead of {STEP_TOKENS:,} it is {WORTH_IN_SMALL_STEPS.least:.2f}x to
+{WORTH_IN_SMALL_STEPS.most:.2f}x.
 
 Most real lengths are worth less: {AZURE_WORTH[chat]:.2f}x on Azure's chat trace of 2023, and
 {AZURE_WORTH[code]:.2f}x on its code completions, whose prompts fill the step. (At the peak, on this
