@@ -2501,10 +2501,11 @@ def stories() -> Iterator[Story]:
             calls.append(PoolCall(draw.of(*"pppppq"), verb, new, old, tokens))
             made[new or old] = max(0, (tokens or 0) + (held if verb == "append" else 0))
         yield pages, page, calls
-    # A copy, and pages behind it, in pools that just have room for it or not.
-    shared = [PoolCall("p", "allocate", "a", "", 1), PoolCall("p", "fork", "b", "a", 1)]
-    for pages, n in product((1, 2, 3), range(6)):
-        yield pages, 2, [*shared, PoolCall("p", "append", "", "b", n)]
+    # A shared page, full or not, and tokens behind it, in pools that just have room for them.
+    ends = [PoolCall("p", "release", "", name, None) for name in "ba"]
+    for tokens, pages, n in product((1, 2), (1, 2, 3), range(6)):
+        starts = PoolCall("p", "allocate", "a", "", tokens), PoolCall("p", "fork", "b", "a", tokens)
+        yield pages, 2, [*starts, PoolCall("p", "append", "", "b", n), *ends]
     # Many sharers, each a fork of the one before; and a long table.
     forks = [PoolCall("p", "fork", f"s{i + 1}", f"s{i}", 2) for i in range(20)]
     releases = [PoolCall("p", "release", "", name, None) for name in ("s0", "s1", "s0", "s20")]
