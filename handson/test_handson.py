@@ -2969,6 +2969,8 @@ class Predict(unittest.TestCase):
         with subprocess.Popen(
             [sys.executable, SCRIPT, "--predict"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, env=environment(),
+            # What a shell runs in the background ignores Ctrl-C, and so do its children.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         ) as quiz:  # fmt: skip
             while not quiz.stdout.read1().endswith(b"your guess: "):
                 pass
