@@ -58,7 +58,7 @@ import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
-from itertools import count, islice, product
+from itertools import count, cycle, islice, product
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -3404,7 +3404,7 @@ def told_by(settings: Config, name: str, layers: int) -> str:
             return "".join(kept)
     elif isinstance(value, (list, str)):
         if name == "sliding_window_pattern" and isinstance(value, str):  # LLLG, as EXAONE has it
-            value = (value * layers)[:layers]
+            value = "".join(islice(cycle(value), layers))
         with contextlib.suppress(KeyError, TypeError):
             kept = [LISTS.get(name, KINDS)[word] for word in value[:layers]]
             # of all layers, or of those too that draft
@@ -3590,7 +3590,8 @@ def contents(option: str, path: str, largest: int) -> bytes:
     try:
         if path == "-":
             stdin = getattr(sys.stdin, "buffer", sys.stdin)
-            text = cast(bytes, stdin.read(largest + 1)) if stdin else b""
+            text = stdin.read(largest + 1) if stdin else b""
+            text = text.encode() if isinstance(text, str) else text
         else:
             with open(path, "rb") as file:
                 text = file.read(largest + 1)
@@ -3683,7 +3684,7 @@ class Range(NamedTuple):
 
     def __format__(self, _: str) -> str:
         """Two columns of a recipe."""
-        return f"{figure(self.peak):>7}{figure(self.below):>10}"
+        return f"{figure(self.peak):>7} {figure(self.below):>9}"
 
 
 class Deployment(NamedTuple):
@@ -3769,9 +3770,9 @@ def size(
         raise ValueError("no layer keeps KV: its memory is never the limit")
     kv_per_token = tp * on_each
     tokens = budget_tokens(budget, kv_per_token)
-    longest = max(map(sum, requests))
-    if longest > tokens:
-        raise ValueError(f"a request of {longest:,} tokens never fits a pool of {tokens:,}")
+    longest, most = max(map(sum, requests)), longest_sequence(config, budget, dtype_bytes, tp)
+    if longest > most:
+        raise ValueError(f"a request of {longest:,} tokens never fits: {most:,} are the most")
 
     fill_pool, fill_step = tokens / resident, step_fills(requests, STEP_TOKENS)
     running = max(1, min((1 - KEPT_FREE) * fill_pool, fill_step))
@@ -3804,11 +3805,27 @@ def size(
     )  # fmt: skip
 
 
+def longest_sequence(config: Config, budget: float, dtype_bytes: float | None, tp: int) -> int:
+    """Tokens, in whole pages of 16, that one sequence may have if it has all of the budget's GiB.
+
+    At the price of a short one, or with the layers that have a window at the end of theirs.
+    """
+    layers = layers_of(config, tp)
+    values = budget * GIB / tp / (dtype_bytes or DTYPE)
+    growing = sum(layer.values for layer in layers if layer.most == math.inf)
+    windows = sum(layer.values * layer.most for layer in layers if layer.most < math.inf)
+    most = values / sum(layer.values for layer in layers)
+    if windows <= values:
+        most = max(most, (values - windows) / growing if growing else MANY)
+    return int(most) // 16 * 16
+
+
 def experts(config: Config) -> str:
     """What a config says of a mixture of experts, or nothing."""
     _, decoder = decoder_of(config)
+    inner = decoder.get("ffn_config")  # DBRX's
     for name in (*EXPERTS, "model_type"):
-        told = decoder.get(name)
+        told = decoder.get(name, inner.get(name) if isinstance(inner, Mapping) else None)
         if (isinstance(told, int) and told > 1) or (isinstance(told, str) and "moe" in told):
             return f"{name} = {told}"
     return ""
@@ -3841,7 +3858,7 @@ def bytes_in_words(config: Config, width: float, tp: int) -> str:
 RECIPE = """\
   {card.gib:g} GiB as CUDA shows it, {card.gb_per_s:,g} GB/s, {card.tflops:g} TFLOP/s
   What is printed is rounded; tokens that fit and the cap are rounded down.
-  A sequence holds its prompt, on average half its answer, and half a page of 16.
+  A sequence holds its prompt, half its answer on average, half a page of 16.
   A step computes 1 token for it, and prompt / answer to prefill the next one.
   A token costs 2 FLOP for each parameter that it uses.
 
@@ -3865,7 +3882,7 @@ the limit | the lesser of the two | {limit}
 --max-num-seqs | {least:,.1f}, rounded up | {max_num_seqs:,}
 without watermark | the cap: {CAP} x {fill_pool:,.1f}{most} | {cap:,} sequences
 
-so there run | (1 - {KEPT_FREE}) x {fill_pool:,.1f}{most} | {running:,.1f} sequences
+so there run | (1 - {KEPT_FREE}) x {fill_pool:,.1f}{most}{one} | {running:,.1f} sequences
 a step prefills | {running:,.1f} x {prompt} / {output} | {prefill_tokens:,.1f} tokens
 a step reads KV of | {running:,.1f} x {resident:,.1f} | {held_tokens:,.0f} tokens
 
@@ -3889,7 +3906,11 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
     active, width = given["active_params"] or n_params, given["dtype_bytes"] or DTYPE
     prompt, output = (f"{sum(column) / len(column):,.6g}" for column in zip(*given["requests"]))
     alike = len(set(given["requests"])) == 1
-    longest = decoder_of(config)[1].get("max_position_embeddings")
+    most = longest_sequence(config, d.budget_gib, given["dtype_bytes"], tp)
+    context = decoder_of(config)[1].get("max_position_embeddings")
+    if not isinstance(context, int) or not 1 < context < MANY:
+        context = MANY
+    longest = max(map(sum, given["requests"]))
     figures: Parts = {
         **globals(), **given, **d._asdict(), "prompt": prompt, "output": output,
         "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
@@ -3899,8 +3920,8 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
         "prompt_and_half": f"{prompt} + {output} / 2" if alike else "E[p x o + o^2 / 2] / E[o]",
         "most": f", at most {d.fill_step:,.1f}" if d.limit == "the step" else "",
         "sparse": f" x {n_params / 1e9:.6g} / {active / 1e9:.6g}" if active != n_params else "",
-        "longest": min(longest, d.tokens) if isinstance(longest, int) else d.tokens,
-        "context": f"config: {longest:,}; fit: {d.tokens:,}" if isinstance(longest, int) else "fit",
+        "one": ", at least 1" if d.running == 1 else "", "longest": min(context, most),
+        "context": f"config: {context:,}; fit: {most:,}" if context < MANY else "fit",
     }  # fmt: skip
     print(f"  {model}, tensor parallel {tp}; of each GPU:")
     for line in RECIPE.format_map(figures).splitlines():
@@ -3910,6 +3931,8 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
         reading / 0.8. Neither includes communication between GPUs or the FLOP of attention."""
     )
     for applies, note in (
+        (longest > context, f"A request of {longest:,} tokens exceeds the config's context."),
+        (d.fill_pool < 5, "So few fit that whole sequences count: fewer run, at fewer tokens/s."),
         (d.fill_pool < 100, "Below 100 sequences the cap of an engine without a watermark loses up"
          " to a tenth of the tokens/s."),
         (rest is None, "The rest (activations, CUDA graphs, communication) is assumed:"
@@ -3921,8 +3944,8 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
         (each < DTYPE, "FLOP/s are those of 16 bits. If the engine computes in fewer, say so with"
          " --card GIB,GB/S,TFLOP/S."),
         (active != n_params, "Steps are assumed to read all experts. A small batch reads fewer."),
-        (d.kv_per_token > kv_bytes(config, 1, width), "GPUs hold copies of a latent or a KV head:"
-         " as many tokens fit as one GPU holds. Attention in data parallel keeps each once."),
+        (d.kv_per_token > kv_bytes(config, 1, width) + tp, "GPUs hold copies of a latent or a KV"
+         " head: as many tokens fit as one GPU holds. Attention in data parallel keeps each once."),
         (d.bytes_on_each < kv_bytes(config, 1, width, tp), "Layers with a window keep less:"
          f" a token's share of {d.resident:,.0f} is counted."),
     ):  # fmt: skip
@@ -3992,10 +4015,12 @@ def traffic_table(row: Traffic) -> None:
 
 def requests_at(path: str) -> list[tuple[int, int]]:
     """The (prompt, output) requests of the trace at `path`, or UsageError."""
-    text = contents("--trace", path, 2**28).decode("utf-8-sig", "replace")
-    rows = csv.DictReader(io.StringIO(text, newline=""))
     requests = []
     try:
+        text = contents("--trace", path, 2**28).decode("utf-8-sig", "replace")
+        rows = csv.DictReader(io.StringIO(text, newline=""))
+        if rows.fieldnames and not {"ContextTokens", "GeneratedTokens"}.issubset(rows.fieldnames):
+            raise ValueError
         for row in rows:
             prompt, output = int(row["ContextTokens"] or ""), int(row["GeneratedTokens"] or "")
             if prompt < 0 or output < 1:
@@ -4006,6 +4031,8 @@ def requests_at(path: str) -> list[tuple[int, int]]:
             f"--trace {path}: line {rows.line_num} is not that of a CSV with the columns"
             " ContextTokens (0 or more) and GeneratedTokens (1 or more)"
         ) from None
+    except MemoryError:
+        raise UsageError(f"--trace {path}: too large for the memory here") from None
     if not requests:
         raise UsageError(f"--trace {path}: no requests")
     return requests
@@ -4018,15 +4045,16 @@ def deploy(mode: argparse.Namespace, config: Config, s: Parts) -> None:
         "--params N": mode.params,
         "--gpus N": mode.gpus,
         "--card NAME": mode.card,
-        "--prompt N and --output N, or --trace FILE": mode.trace
-        or (None if mode.prompt is None else mode.output),
+        "--prompt N and --output N, or --trace FILE": mode.output
+        if mode.trace is None and mode.prompt is not None
+        else mode.trace,
         f"--active N (parameters that a token uses: {many})": mode.active if many else "",
     }
     missing = [option for option, value in asked.items() if value is None]
     if missing:
         raise UsageError(f"to size a deployment, add {'; '.join(missing)}")
     given = {
-        "requests": requests_at(mode.trace) if mode.trace else [(mode.prompt, mode.output)],
+        "requests": [(mode.prompt, mode.output)] if mode.trace is None else requests_at(mode.trace),
         "card": mode.card, "n_params": mode.params, "tp": mode.gpus,
         "active_params": mode.active, "weight_bytes": mode.weights or DTYPE,
         "dtype_bytes": mode.kv, "utilization": mode.utilization or UTILIZATION,
@@ -4544,6 +4572,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     a_mode = mode.block or mode.quiet or mode.verify or mode.predict or mode.help
     if given and mode.model is None and (a_mode or given != ["trace"]):
         parser.error(f"argument --{given[0]}: only with --model FILE")
+    if mode.model == mode.trace == "-":
+        parser.error("argument --trace: not - too, which --model reads")
     for name, others in (("budget", SIZING), ("trace", ["prompt", "output"])):
         clashes = [other for other in others if name in given and other in given]
         if clashes:
@@ -4578,6 +4608,8 @@ def run(mode: argparse.Namespace) -> int:
             row = traffic(requests)
         except ValueError as error:
             raise UsageError(f"--trace {mode.trace}: {error}") from None
+        if not row.slots_per_s or not row.pages_per_s:
+            raise UsageError(f"--trace {mode.trace}: too few requests: nobody waits for long")
         print(f"  {ascii_line(mode.trace)} on 4 x H100, a 70B model, 35,328 pages of 16 tokens\n")
         traffic_table(row)
     elif mode.block:

@@ -1616,7 +1616,7 @@ class Sizing(unittest.TestCase):
             (lambda: lesson.size(QWEN_32B, [(1, 1)], "L4", 32.8e9), ValueError,
              "no memory is left for KV: 22.03 GiB x 0.92 - 61.09 of weights of 2 B"),
             (lambda: lesson.size(QWEN_32B, [(1, 1), (10**6, 1)], card, 32.8e9, **fits), ValueError,
-             "a request of 1,000,001 tokens never fits a pool of 313,861"),
+             "a request of 1,000,001 tokens never fits: 313,856 are the most"),
             (lambda: lesson.size(QWEN_32B, [(1, 0)], card, 32.8e9, **fits), ValueError,
              "requests must generate something"),
             (lambda: lesson.size(QWEN_32B, [], card, 32.8e9, **fits), ValueError,
@@ -1734,12 +1734,35 @@ class Sizing(unittest.TestCase):
         held = float(re.search(r"a sequence holds .* ([\d,.]+) tokens", sized)[1].replace(",", ""))
         self.assertAlmostEqual(held, lesson.resident_tokens(chat), delta=0.06)
 
+    def test_the_longest_sequence_by_trying(self):
+        gemma = config_of("T=gemma3_text L=12 H=8 K=4 d=256 sliding_window=1024")
+        for config, tp, gib, width in (
+            (LLAMA_8B, 1, 1.0, None), (LLAMA_8B, 2, 0.37, 1), (gemma, 1, 0.05, None),
+            (gemma, 2, 0.5, 2), (QWEN_32B, 4, 3.3, None),
+        ):  # fmt: skip
+            longest = lesson.longest_sequence(config, gib, width, tp)
+            short, next_page = (
+                lesson.kv_bytes(config, n, width, tp) * tp / 2**30 for n in (longest, longest + 16)
+            )
+            self.assertLessEqual(short, gib)
+            self.assertGreater(next_page, gib)
+        weights = {"n_params": 2e9, "card": (6, 300, 100), "rest_gib": 0.3}
+        sized = lesson.size(gemma, [(300, 100)] * 200 + [(120_000, 500)], **weights)
+        self.assertLess(sized.tokens, 120_500)  # at the price of a mean one
+        dbrx = {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}}
+        self.assertEqual(lesson.experts(dbrx), "moe_num_experts = 16")
+
     def test_too_few_requests_have_no_steady_state(self):
-        for n in (1, 200):
-            text = "ContextTokens,GeneratedTokens\n" + "9,9\n" * n
-            status, printed = call_main("--trace", "-", entered=text.encode())
-            self.assertEqual(status, 0)
-            self.assertIn("So few requests have no steady state", printed)
+        head = "ContextTokens,GeneratedTokens\n"
+        status, printed = call_main("--trace", "-", entered=(head + "5000,500\n" * 200).encode())
+        self.assertEqual(status, 0)
+        self.assertIn("So few requests have no steady state", printed)
+        for n in (1, 200):  # nobody waits: there is nothing to tell
+            told = io.StringIO()
+            with contextlib.redirect_stderr(told):
+                status, printed = call_main("--trace", "-", entered=(head + "9,9\n" * n).encode())
+            self.assertEqual((status, printed), (2, ""))
+            self.assertIn("too few requests", told.getvalue())
 
     def test_wrong_options_are_one_line_and_exit_2(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -1785,7 +1808,7 @@ class Sizing(unittest.TestCase):
                 (changed("--utilization", "92%"), plain, "utilization must be a number, not '92%'"),
                 (changed("--rest", "-1"), plain, "rest must be"),
                 (changed("--rest", "70"), plain, "no memory is left for KV"),
-                (changed("--prompt", "1e7"), plain, "never fits a pool"),
+                (changed("--prompt", "1e7"), plain, "never fits: 313,856 are"),
                 (changed("--prompt", "0.5"), plain, "prompt must be a whole number"),
                 (changed("--output", "0"), plain, "output must be"),
                 (changed("--budget", "3"), plain, "--budget: not with --params"),
@@ -1799,7 +1822,8 @@ class Sizing(unittest.TestCase):
                 (["--trace", os.path.join(folder, "absent")], b"", "No such file"),
                 (["--trace", folder], b"", "--trace .*"),
                 (["--trace", trace(b"")], b"", "no requests"),
-                (["--trace", trace(b"ContextTokens\n1\n")], b"", "line 2 .* GeneratedTokens"),
+                (["--trace", trace(b"ContextTokens\n1\n")], b"", "line 1 .* GeneratedTokens"),
+                ([*changed("--trace", "-", without=lengths)], plain, "--trace: not - too"),
                 (["--trace", trace(head)], b"", "no requests"),
                 (["--trace", trace(head + b"0,1,0\n")], b"", r"line 2 .*Tokens \(1 or more\)"),
                 (["--trace", trace(head + b"0,1,2\n0,1\n")], b"", "line 3 is not"),
