@@ -1406,8 +1406,8 @@ A server that preempts much may not come back. Long answers arrive at 90% of wha
 and once 500 come at the same time. With nothing kept free, {BURST_WAITING.least:,} to
 {BURST_WAITING.most:,} wait after 40 minutes, and the queue still grows. With 5% kept free the queue
 is empty 400 seconds after the burst. (50 draws of 50, looked at every 200 seconds.) In the table
-above, long at 500 makes {thrashing:.0%} of the tokens/s of its row with 5% free. Under a load
-between the two, the calm server stays calm and the stuck one stuck.
+above, long at 500 makes {thrashing:.0%} of the tokens/s of its row with 5% free. The load of 90%
+lies between: the calm server stays calm, and the stuck one stuck.
 
 Why recompute, if fetching from host memory is {to_host:.1f}x as fast by block 5? A swap goes out
 and in again, in small copies: {copied} KiB for a layer, page and GPU. Kwon et al. (section 7.3)
@@ -3698,6 +3698,7 @@ class Deployment(NamedTuple):
     bytes_on_each: int  # KV of a token on one GPU
     kv_per_token: int  # and on all of them
     tokens: int  # that fit the budget
+    longest: int  # tokens that one sequence may have alone
     resident: float  # tokens that a running sequence holds
     fill_pool: float  # sequences that fill the pool, on average
     fill_step: float  # sequences whose decode and prefill fill a step of 8,192 tokens
@@ -3798,7 +3799,7 @@ def size(
         )  # fmt: skip
 
     return Deployment(
-        memory, memory * utilization, weights, rest, budget, on_each, kv_per_token, tokens,
+        memory, memory * utilization, weights, rest, budget, on_each, kv_per_token, tokens, most,
         resident, fill_pool, fill_step, "KV memory" if fill_pool <= fill_step else "the step",
         math.ceil(min(fill_pool, fill_step)), max(1, int(min(CAP * fill_pool, fill_step))),
         running, prefill_tokens, held_tokens, *map(Range, pace(1, 1), pace(0.5, 0.8)),
@@ -3906,7 +3907,6 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
     active, width = given["active_params"] or n_params, given["dtype_bytes"] or DTYPE
     prompt, output = (f"{sum(column) / len(column):,.6g}" for column in zip(*given["requests"]))
     alike = len(set(given["requests"])) == 1
-    most = longest_sequence(config, d.budget_gib, given["dtype_bytes"], tp)
     context = decoder_of(config)[1].get("max_position_embeddings")
     if not isinstance(context, int) or not 1 < context < MANY:
         context = MANY
@@ -3920,8 +3920,8 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
         "prompt_and_half": f"{prompt} + {output} / 2" if alike else "E[p x o + o^2 / 2] / E[o]",
         "most": f", at most {d.fill_step:,.1f}" if d.limit == "the step" else "",
         "sparse": f" x {n_params / 1e9:.6g} / {active / 1e9:.6g}" if active != n_params else "",
-        "one": ", at least 1" if d.running == 1 else "", "longest": min(context, most),
-        "context": f"config: {context:,}; fit: {most:,}" if context < MANY else "fit",
+        "one": ", at least 1" if d.running == 1 else "", "longest": min(context, d.longest),
+        "context": f"config: {context:,}; fit: {d.longest:,}" if context < MANY else "fit",
     }  # fmt: skip
     print(f"  {model}, tensor parallel {tp}; of each GPU:")
     for line in RECIPE.format_map(figures).splitlines():
