@@ -957,10 +957,7 @@ def verdict(gb_per_s: float) -> str:
 class Request:
     """A request on its way through a scheduler: how long it gets, and how far it is."""
 
-    __slots__ = ("computed", "decoding", "known", "length", "preempted", "prompt", "sequence")
-
     def __init__(self, prompt: int, output: int) -> None:
-        self.prompt = prompt
         self.length = prompt + output  # tokens when it is done; no decision looks ahead to it
         self.known = prompt  # tokens: the prompt, and what has been generated
         self.computed = 0  # of the known tokens, those whose K and V are stored
@@ -1701,9 +1698,9 @@ def assembly(s: Parts) -> None:
     decode, decode_below = (
         rate(in_pages, clock)[1] / rate(reserved, clock)[1] for clock in (at_the_peak, below)
     )
-    with_prefill, with_prefill_below = worth_of_pages(
-        s, requests, reserved.batch, at_the_peak, below
-    )
+    slots = rates_with_prefill(s, requests, 0, reserved.batch, at_the_peak, below)
+    pages = rates_with_prefill(s, requests, 0.05, 500, at_the_peak, below)
+    with_prefill, with_prefill_below = (many / few for few, many in zip(slots, pages))
 
     pool_tokens, ridge = s["budget_tokens"](), s["ridge_tokens"]()
     threshold, resident = pool_tokens / ridge, s["resident_tokens"](requests)
@@ -1731,33 +1728,31 @@ def rate(row: Allocation, step_seconds: Callable[[float, float], float]) -> tupl
     return seconds * 1000, row.batch / seconds, 1 / seconds
 
 
-def worth_of_pages(
+def rates_with_prefill(
     s: Parts,
     requests: list[tuple[int, int]],
-    reserved: int,
+    kept_free: float,
+    max_running: int,
     *clocks: Callable[[float, float], float],
 ) -> list[float]:
-    """Tokens/s of pages with 5% kept free, over those of `reserved` running, by each of the clocks.
+    """Tokens/s of block 6's server by each of the clocks.
 
-    Prefill is in the same steps. Each server runs once, at a second a step, and is timed after it:
-    steps of as many tokens together, because seconds are linear in what a step holds.
+    It runs once, at a second a step. Its steps are timed after that, those of as many tokens
+    together, because a step's seconds are linear in what is held.
     """
-    pages, rates = s["budget_tokens"]() // 16, []
-    for kept, most in ((0, reserved), (0.05, 500)):
-        held: defaultdict[float, list[float]] = defaultdict(list)  # in each step, by its tokens
+    held: defaultdict[float, list[float]] = defaultdict(list)  # in each step, by its tokens
 
-        def one_second(
-            tokens: float, held_tokens: float, held: defaultdict[float, list[float]] = held
-        ) -> float:
-            held[tokens].append(held_tokens)
-            return 1.0
+    def one_second(tokens: float, held_tokens: float) -> float:
+        held[tokens].append(held_tokens)
+        return 1.0
 
-        served = s["serve"](requests, pages, 16, kept, most, STEP_TOKENS, one_second)
-        generated = served.tokens_per_s * max(1, sum(map(len, held.values())))
-        for clock in clocks:
-            seconds = sum(len(h) * clock(tokens, sum(h) / len(h)) for tokens, h in held.items())
-            rates.append(generated / (seconds or 1))
-    return [many / few for few, many in zip(rates, rates[len(clocks) :])]
+    pages = s["budget_tokens"]() // 16
+    served = s["serve"](requests, pages, 16, kept_free, max_running, STEP_TOKENS, one_second)
+    generated = served.tokens_per_s * sum(map(len, held.values()))
+    return [
+        generated / sum(len(h) * clock(tokens, sum(h) / len(h)) for tokens, h in held.items())
+        for clock in clocks
+    ]
 
 
 def memory_bars(s: Parts, rows: dict[str, Allocation]) -> str:
@@ -1919,12 +1914,10 @@ class QuickRequest:
     def __init__(self, prompt: int, output: int) -> None:
         self.known = prompt
         self.length = prompt + output
-        self.computed = self.lag = 0  # lag: the step's number less its computed tokens
+        self.computed = 0
+        self.lag = 0  # while it decodes: the step's number less its computed tokens
         self.preempted = False
-        self.cached = NOTHING_CACHED  # after a preemption: how many of its first pages are free
-
-
-NOTHING_CACHED = [0]
+        self.cached = [0]  # after a preemption: how many of its first pages it may find again
 
 
 class CountedPages:
@@ -1951,12 +1944,11 @@ class CountedPages:
     def release(self, tokens: int) -> list[int]:
         """Free the pages of a sequence; returns how many of its first pages may be found again."""
         self.free += pages_for(tokens, self.page_tokens)
-        if not self.prefix_caching:
-            return NOTHING_CACHED
-        pages = [tokens // self.page_tokens]
-        self.full += pages[0]
-        self.by_sequence.append(pages)
-        return pages
+        cached = [tokens // self.page_tokens if self.prefix_caching else 0]
+        if cached[0]:
+            self.full += cached[0]
+            self.by_sequence.append(cached)
+        return cached
 
     def find(self, cached: list[int]) -> int:
         """Take what is left of the pages that a sequence released; returns how many."""

@@ -3077,13 +3077,17 @@ class TheLesson(unittest.TestCase):
         # A mechanism that is off shows in its block and in the assembly: no second copy exists.
         parts = lesson.parts()
         assembled = call(lesson.assembly, parts)
+
+        def off(served):
+            return served._replace(tokens_per_s=7777.0)
+
         for n, name, wrong in (
             (1, "kv_bytes_per_token", lambda *shape: 7 * 2**10),
             (2, "contiguous", lambda requests, reserve: lesson.Allocation(7777, 10**6, 10**5, 7)),
             (3, "paged", lambda requests, page=16: lesson.Allocation(7777, 10**6, 10**5)),
             (4, "shared_prefix", lambda *args, **kwargs: lesson.Allocation(7777, 10**6, 10**5)),
             (5, "break_even", lambda *args, **kwargs: 77.77),
-            (6, "serve", lambda *args, **kwargs: lesson.Served(7, 7, 7, 7, 7, 7, 77.7, 0.7, 7, 7)),
+            (6, "serve", lambda *args, **kwargs: off(parts["serve"](*args, **kwargs))),
         ):
             with mock.patch.object(lesson, name, wrong):
                 _, after = call(lesson.BLOCKS[n].run, parts, True)
