@@ -3,9 +3,9 @@
 
 To generate a token, a transformer attends to the keys and values of all tokens before it. A server
 keeps them instead of computing them again: the KV cache. In a step, one pass through the model for
-all sequences that run, the weights are read once for all. KV is not shared so: each sequence has
-its own, and it grows with every token. So, once the weights are loaded, KV memory bounds how many
-sequences run at once.
+all sequences that run, the weights are read once for all. KV is not shared like that: each sequence
+has its own, and it grows with every token. So, once the weights are loaded, KV memory bounds how
+many sequences can run at once.
 
     1  KV of a token    2 x layers x KV heads x head_dim x bytes a value
     2  slots            KV budget // (tokens reserved x KV of a token)
@@ -438,7 +438,7 @@ class PagePool:
     def __init__(self, pages: int, page_tokens: int = 16) -> None:
         self.pages = pages
         self.page_tokens = page_tokens
-        self.free_list = list(reversed(range(pages)))  # the next page to be taken is the last
+        self.free_list = list(reversed(range(pages)))  # a stack: pages are taken off its end
         self.sharers = [0] * pages  # other block tables that hold a page besides the first
 
     def allocate(self, tokens: int) -> Sequence:
@@ -458,7 +458,7 @@ class PagePool:
             new_pages = pages_for(sequence.tokens + n, self.page_tokens) - len(table)
             taken = self.take(new_pages + must_copy)
             if must_copy:
-                copy_on_write(self, sequence, taken.pop())  # the other pages lengthen the table
+                copy_on_write(self, sequence, taken.pop())  # the others lengthen the table
             table += taken
         sequence.tokens += n
 
@@ -618,7 +618,7 @@ def traced(call: str, sequence: Sequence, pool: PagePool, remark: str) -> str:
 
 
 def copy_on_write(pool: PagePool, sequence: Sequence, own_page: int) -> None:
-    """Leave the last page of `sequence` to the others that share it, and write in `own_page`.
+    """Leave the last page of `sequence` to the others that share it; `own_page` takes its place.
 
     `PagePool.append` calls this before it writes to a shared page. Only tables and counts change
     here; an engine also copies the K and V. vLLM has no such copy for plain attention: it shares
@@ -673,7 +673,8 @@ def shared_prefix(
     for prompt, output in requests:
         shared = min(prefix, prompt)
         private = prompt + output - shared
-        start = shared if copy_on_write else shared - shared % page_tokens
+        full_pages = shared - shared % page_tokens
+        start = shared if copy_on_write else full_pages  # the rest is not stored a second time
         try:
             pool.append(pool.fork(stored, start), private)
         except OutOfPages:
@@ -682,8 +683,8 @@ def shared_prefix(
     return Allocation(len(lengths), pool.held * page_tokens, sum(lengths))
 
 
-# What a request keeps to itself, by the mean of a log-normal, exp(mu + sigma^2 / 2), of suffix and
-# output; each is rounded down, by half a token on average.
+# What a request keeps to itself, on average: a suffix and an output. The mean of a log-normal is
+# exp(mu + sigma^2 / 2), and rounding down takes half a token from each.
 MEAN_PRIVATE = math.exp(5.0 + 0.9**2 / 2) + math.exp(5.5 + 0.8**2 / 2) - 1
 
 
@@ -1013,7 +1014,7 @@ class Scheduler:
         self.waiting.append(Request(prompt, output))
 
     def step(self) -> Step:
-        """Make one step: those that run compute, those that wait may enter, then they generate.
+        """Make one step: those that run compute, those that wait may enter, then all generate.
 
         While too few pages are free for one that runs, the sequence that entered last is preempted.
         """
@@ -1026,7 +1027,7 @@ class Scheduler:
         for request in self.running:
             tokens = min(request.known - request.computed, room)
             while request.sequence and not self.fits(request, tokens):
-                self.preempt(self.running.pop())  # the newest, at the end: its turn has not come
+                self.preempt(self.running.pop())  # the newest: it has computed nothing in this step
                 preempted += 1
             if request.sequence:  # it still has its pages: it was not the newest itself
                 scheduled[request] = self.compute(request, tokens)
@@ -1047,7 +1048,7 @@ class Scheduler:
             if not request.preempted:
                 entered += 1
         running, held = len(self.running), pool.held
-        prefills = {request: n for request, n in scheduled.items() if not request.decoding}
+        prefills = {request: n for request, n in scheduled.items() if not request.decoding}  # yet
 
         # Generate: one more token for each whose known tokens are now all computed. Whoever has its
         # whole output leaves, and its pages are free from the next step on.
@@ -1177,8 +1178,8 @@ def step_fills(requests: Iterable[tuple[int, int]], max_batched_tokens: float) -
 class Served(NamedTuple):
     """What it took to serve a workload to the end, and how its steady state looked.
 
-    The last four figures leave out the first flood and the drain at the end: they are over the
-    steps that begin with somebody waiting and at least half of the requests entered (0 if none).
+    The last four figures leave out the first flood and the drain at the end. They are of the steps
+    at whose start somebody waits, and half of the requests have entered (0 if there is none).
     """
 
     steps: int  # forward passes
@@ -1303,9 +1304,9 @@ LOSS_CACHED = {"chat": Spread(-0.2, 2.9, 5.3), "long": Spread(11.7, 19.2, 21.4)}
 
 FILL_THE_POOL = Spread(406, 430, 454)  # of chat, over seeds 0 to 199 of seq_lengths(4000)
 
-# Rules for what to leave free. By mix, share of the lesson's pool, and how many sequences fill that
-# (the median draw): tokens computed again, and tokens/s lost to the best of the row, in percent.
-# Each is the worst of seeds 0 to 49 of seq_lengths(6000).
+# What rules for leaving pages free cost: tokens computed again, and tokens/s lost against the best
+# of the row, in percent, each the worst of seeds 0 to 49 of seq_lengths(6000). A row has a mix, a
+# share of the lesson's pool, and how many sequences fill that (the median draw).
 RULES_COST = {
     ("chat", 1 / 8, 54): ((33, 7.2), (5, 0.0), (0, 1.8), (10, 6.9)),
     ("chat", 1, 432): ((12, 6.6), (0, 0.9), (0, 0.9), (3, 2.3)),
@@ -1329,8 +1330,9 @@ BURST_WAITING = Spread(3113, 3782, 4243)
 REPREFILLED_AT_95 = Spread(782_182, 882_596.5, 976_033)
 
 LESSON_6 = """
-Three sequences on a pool of 8 pages of 16 tokens; the prompts have 46, 47 and 15 tokens. A line
-shows each after a step of Scheduler, as tokens computed: pages.
+Three sequences on a pool of 8 pages of 16 tokens. a (prompt 46, answer 5) and b (47 and 8) wait at
+the start; c (15 and 6) comes before step 2. A line shows each after a step of Scheduler, as tokens
+computed: pages.
 
 {story}
 
@@ -1404,7 +1406,7 @@ and once 500 come at the same time. With nothing kept free, {BURST_WAITING.least
 {BURST_WAITING.most:,} wait after 40 minutes, and the queue still grows. With 5% kept free the queue
 is empty 400 seconds after the burst. (50 draws of 50, looked at every 200 seconds.) In the table
 above, long at 500 makes {thrashing:.0%} of the tokens/s of its row with 5% free. The load of 90%
-lies between: the calm server stays calm, and the stuck one stuck.
+lies between that and 100%. So the calm server stays calm, and the stuck one stuck.
 
 Why recompute, if fetching from host memory is {to_host:.1f}x as fast by block 5? A swap goes out
 and in again, in small copies: {copied} KiB for a layer, page and GPU. Kwon et al. (section 7.3)
@@ -1469,7 +1471,7 @@ def six_steps() -> str:
     arrivals = {1: {"a": (46, 5), "b": (47, 8)}, 2: {"c": (15, 6)}}
     remarks = (
         "a and b enter", "c enters", "b's 49th token takes page 7",
-        "a's 49th takes page 6 from c", "a ends; c enters a step later",
+        "a's 49th takes page 6 from c", "a ends; c can enter next step",
         "c enters, computes 15 + 2",
     )  # fmt: skip
     for step, remark in enumerate(remarks, 1):
@@ -1737,8 +1739,9 @@ def rates_with_prefill(
 ) -> list[float]:
     """Tokens/s of block 6's server by each of the clocks.
 
-    It runs once, at a second a step. Its steps are timed after that, those of as many tokens
-    together, because a step's seconds are linear in what is held.
+    It serves once, by a clock that notes what each step holds and calls it a second. Then each of
+    the clocks times these steps: those of as many tokens together, at what they hold on average,
+    because a step's seconds are linear in that.
     """
     held: defaultdict[float, list[float]] = defaultdict(list)  # in each step, by its tokens
 
@@ -1820,8 +1823,8 @@ def interview(s: Parts, rows: dict[str, Allocation]) -> Iterator[str]:
         " on this mix."
     )
     yield (
-        f"Pages run {in_pages.batch / reserved.batch:.0f}x the sequences, on this mix: nobody need"
-        " know how long an answer gets."
+        f"Pages run {in_pages.batch / reserved.batch:.0f}x the sequences, on this mix, because"
+        " memory is taken only when needed."
     )
     yield (
         f"Above {s['ridge_tokens']():.0f} tokens a step (dense model, H100, at the peak) a larger"
