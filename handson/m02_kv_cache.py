@@ -3683,41 +3683,15 @@ class Range(NamedTuple):
     below: float
 
     def __format__(self, _: str) -> str:
-        """Two columns of a recipe."""
-        return f"{figure(self.peak):>7} {figure(self.below):>9}"
+        """Two columns of a recipe, with three digits or more."""
+        peak, below = (
+            f"{x:,.{0 if x >= 999.5 else 1 if x >= 10 else 2 if x >= 1 else 3}f}" for x in self
+        )
+        return f"{peak:>7} {below:>9}"
 
 
-class Deployment(NamedTuple):
-    """A replica sized for its traffic: what its recipe calculates, in the same order."""
-
-    memory_gib: float  # of all its GPUs, as the runtime reports it
-    used_gib: float
-    weights_gib: float
-    rest_gib: float  # activations, CUDA graphs, communication: assumed, unless given
-    budget_gib: float  # what is left for KV
-    bytes_on_each: int  # KV of a token on one GPU
-    kv_per_token: int  # and on all of them
-    tokens: int  # that fit the budget
-    longest: int  # tokens that one sequence may have alone
-    resident: float  # tokens that a running sequence holds
-    fill_pool: float  # sequences that fill the pool, on average
-    fill_step: float  # sequences whose decode and prefill fill a step of 8,192 tokens
-    limit: str  # the lesser of the two
-    max_num_seqs: int  # with 5% of the pages kept free
-    cap: int  # max_num_seqs of an engine that cannot keep pages free
-    running: float  # sequences, with 5% kept free
-    prefill_tokens: float  # of prompts, in a mean step
-    held_tokens: float  # whose KV it reads
-    ridge: Range  # tokens a step from which computing takes longer than reading the weights
-    weights_ms: Range  # to read them
-    decode_ms: Range
-    prefill_ms: Range
-    kv_ms: Range
-    step_ms: Range
-    tokens_per_s: Range
-    requests_per_s: Range
-    per_user: Range  # tokens/s of one sequence
-    first_token_ms: Range  # of a mean prompt, on an idle server
+class Deployment(SimpleNamespace):
+    """A replica sized for its traffic: the figures of its recipe by name, as size() finds them."""
 
 
 def size(
@@ -3754,56 +3728,62 @@ def size(
         raise ValueError(f"active_params is missing: config has {experts(config)}, and uses a few")
     if active_params is not None and active_params > n_params:
         raise ValueError(f"active_params = {active_params:g} is more than all {n_params:g}")
-    requests = list(requests)
-    resident = resident_tokens(requests)
+    requests, d = list(requests), Deployment()
+    d.resident = resident_tokens(requests)  # tokens that a running sequence holds
 
-    memory, weights = tp * card.gib, n_params * weight_bytes / GIB
-    rest = tp * (REST_SHARE * card.gib if rest_gib is None else rest_gib)
-    budget = memory * utilization - weights - rest
-    if budget <= 0:
+    d.memory_gib = tp * card.gib  # of all GPUs, as the runtime reports it
+    d.used_gib = d.memory_gib * utilization
+    d.weights_gib = n_params * weight_bytes / GIB
+    d.rest_gib = tp * (REST_SHARE * card.gib if rest_gib is None else rest_gib)
+    d.budget_gib = d.used_gib - d.weights_gib - d.rest_gib  # what is left for KV
+    if d.budget_gib <= 0:
         raise ValueError(
-            f"no memory is left for KV: {memory:.2f} GiB x {utilization:g} - {weights:.2f} of"
-            f" weights of {weight_bytes:g} B (--weights) - {rest:.2f} for the rest = {budget:.2f}"
+            f"no memory is left for KV: {d.memory_gib:.2f} GiB x {utilization:g} -"
+            f" {d.weights_gib:.2f} of weights of {weight_bytes:g} B (--weights) -"
+            f" {d.rest_gib:.2f} for the rest = {d.budget_gib:.2f}"
         )
-    length = math.ceil(resident)  # where layers have a window, a longer sequence costs less a token
-    on_each = math.ceil(kv_bytes(config, length, dtype_bytes, tp) / length)
-    if not on_each:
+    length = math.ceil(d.resident)  # where layers have a window, a longer one costs less a token
+    d.bytes_on_each = math.ceil(kv_bytes(config, length, dtype_bytes, tp) / length)
+    if not d.bytes_on_each:
         raise ValueError("no layer keeps KV: its memory is never the limit")
-    kv_per_token = tp * on_each
-    tokens = budget_tokens(budget, kv_per_token)
-    longest, most = max(map(sum, requests)), longest_sequence(config, budget, dtype_bytes, tp)
-    if longest > most:
-        raise ValueError(f"a request of {longest:,} tokens never fits: {most:,} are the most")
+    d.kv_per_token = tp * d.bytes_on_each
+    d.tokens = budget_tokens(d.budget_gib, d.kv_per_token)  # that fit
+    d.longest = longest_sequence(config, d.budget_gib, dtype_bytes, tp)  # if it runs alone
+    if (longest := max(map(sum, requests))) > d.longest:
+        raise ValueError(f"a request of {longest:,} tokens never fits: {d.longest:,} are the most")
 
-    fill_pool, fill_step = tokens / resident, step_fills(requests, STEP_TOKENS)
-    running = max(1, min((1 - KEPT_FREE) * fill_pool, fill_step))
-    prompt, output = (sum(column) / len(requests) for column in zip(*requests))
-    prefill_tokens, held_tokens = running * prompt / output, running * resident
+    d.fill_pool = d.tokens / d.resident  # sequences, on average
+    d.fill_step = step_fills(requests, STEP_TOKENS)  # sequences, with the prefill of others
+    d.least = min(d.fill_pool, d.fill_step)
+    d.limit = "KV memory" if d.fill_pool == d.least else "the step"
+    d.max_num_seqs = math.ceil(d.least)  # with 5% of the pages kept free
+    d.cap = max(1, int(min(CAP * d.fill_pool, d.fill_step)))  # where no pages can be kept free
+    d.running = max(1, min((1 - KEPT_FREE) * d.fill_pool, d.fill_step))  # sequences
+    d.prompt, d.output = (sum(column) / len(requests) for column in zip(*requests))
+    d.prefill_tokens = d.running * d.prompt / d.output  # in a mean step
+    d.held_tokens = d.running * d.resident  # whose KV it reads
 
-    def pace(mfu: float, mbu: float) -> tuple[float, ...]:
+    def pace(mfu: float, mbu: float) -> Parts:
         speed: Parts = {
             "n_params": n_params, "active_params": active_params, "weight_bytes": weight_bytes,
             "flops_per_gpu": card.tflops * 1e12, "gb_per_s": card.gb_per_s, "mfu": mfu, "mbu": mbu,
         }  # fmt: skip
-        weights, decode, both, first = (
-            1000 * step_seconds(tokens, held, kv_per_token, tp=tp, **speed)
-            for tokens, held in ((0, 0), (running, 0), (running, held_tokens), (prompt, 0))
-        )
-        ridge = ridge_tokens(**speed)
-        prefill = weights * prefill_tokens / ridge
-        step = both + prefill
-        per_s = 1000 * running / step
-        return (
-            ridge, weights, decode, prefill, both - decode, step, per_s, per_s / output,
-            1000 / step, first,
-        )  # fmt: skip
+        seconds: Any = partial(step_seconds, kv_per_token=d.kv_per_token, tp=tp, **speed)
+        at = SimpleNamespace(ridge=ridge_tokens(**speed))  # tokens a step
+        at.weights_ms = 1000 * seconds(0, 0)  # to read them
+        at.decode_ms = 1000 * seconds(d.running, 0)
+        at.prefill_ms = at.weights_ms * d.prefill_tokens / at.ridge
+        at.kv_ms = 1000 * seconds(d.running, d.held_tokens) - at.decode_ms
+        at.step_ms = at.decode_ms + at.prefill_ms + at.kv_ms
+        at.tokens_per_s = 1000 * d.running / at.step_ms
+        at.requests_per_s = at.tokens_per_s / d.output
+        at.per_user = 1000 / at.step_ms  # tokens/s of one sequence
+        at.first_token_ms = 1000 * seconds(d.prompt, 0)  # of a mean prompt, on an idle server
+        return vars(at)
 
-    return Deployment(
-        memory, memory * utilization, weights, rest, budget, on_each, kv_per_token, tokens, most,
-        resident, fill_pool, fill_step, "KV memory" if fill_pool <= fill_step else "the step",
-        math.ceil(min(fill_pool, fill_step)), max(1, int(min(CAP * fill_pool, fill_step))),
-        running, prefill_tokens, held_tokens, *map(Range, pace(1, 1), pace(0.5, 0.8)),
-    )  # fmt: skip
+    peak, below = pace(1, 1), pace(0.5, 0.8)
+    vars(d).update({name: Range(peak[name], below[name]) for name in peak})
+    return d
 
 
 def longest_sequence(config: Config, budget: float, dtype_bytes: float | None, tp: int) -> int:
@@ -3873,7 +3853,7 @@ a token, in all | {tp} x {bytes_on_each:,} | {kv_per_token:,} B
 tokens that fit | {budget_gib:.2f} x 2^30 / {kv_per_token:,} | {tokens:,}
 a sequence holds | {prompt_and_half} + 16 / 2 | {resident:,.1f} tokens
 fill the pool | {tokens:,} / {resident:,.1f} | {fill_pool:,.1f} sequences
-fill a step | {STEP_TOKENS:,} / (1 + {prompt} / {output}) | {fill_step:,.1f} sequences
+fill a step | {STEP_TOKENS:,} / (1 + {prompt:,.6g} / {output:,.6g}) | {fill_step:,.1f} sequences
 the limit | the lesser of the two | {limit}
 
   THE SETTING (vLLM's options; enter all): --tensor-parallel-size {tp}
@@ -3884,7 +3864,7 @@ the limit | the lesser of the two | {limit}
 without watermark | the cap: {CAP} x {fill_pool:,.1f}{most} | {cap:,} sequences
 
 so there run | (1 - {KEPT_FREE}) x {fill_pool:,.1f}{most}{one} | {running:,.1f} sequences
-a step prefills | {running:,.1f} x {prompt} / {output} | {prefill_tokens:,.1f} tokens
+a step prefills | {running:,.1f} x {prompt:,.6g} / {output:,.6g} | {prefill_tokens:,.1f} tokens
 a step reads KV of | {running:,.1f} x {resident:,.1f} | {held_tokens:,.0f} tokens
 
                                                                       peak  50%, 80%
@@ -3895,29 +3875,27 @@ prefill, ms | read weights x {prefill_tokens:,.1f} / ridge | {prefill_ms}
 read KV, ms | {held_tokens:,.0f} x {kv_per_token:,} / ({tp} x {tb_per_s:g}e12) | {kv_ms}
 a step, ms | decode + prefill + read KV | {step_ms}
 tokens/s | 1,000 x {running:,.1f} / a step | {tokens_per_s}
-requests/s | tokens/s / {output} | {requests_per_s}
+requests/s | tokens/s / {output:,.6g} | {requests_per_s}
 tokens/s, a user | 1,000 / a step | {per_user}
-idle 1st token, ms | read weights x max(1, {prompt} / ridge) | {first_token_ms}
+idle 1st token, ms | read weights x max(1, {prompt:,.6g} / ridge) | {first_token_ms}
 """
 
 
 def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
     """Print how `d` = size(config, **given) comes about: a line for each number, its name first."""
-    tp, each, rest, n_params = (given[x] for x in ("tp", "weight_bytes", "rest_gib", "n_params"))
+    tp, rest, n_params = given["tp"], given["rest_gib"], given["n_params"]
     active, width = given["active_params"] or n_params, given["dtype_bytes"] or DTYPE
-    prompt, output = (f"{sum(column) / len(column):,.6g}" for column in zip(*given["requests"]))
-    alike = len(set(given["requests"])) == 1
+    alike, longest = len(set(given["requests"])) == 1, max(map(sum, given["requests"]))
     context = decoder_of(config)[1].get("max_position_embeddings")
     if not isinstance(context, int) or not 1 < context < MANY:
         context = MANY
-    longest = max(map(sum, given["requests"]))
     figures: Parts = {
-        **globals(), **given, **d._asdict(), "prompt": prompt, "output": output,
+        **globals(), **given, **vars(d), "token": bytes_in_words(config, width, tp),
         "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
-        "token": bytes_in_words(config, width, tp), "least": min(d.fill_pool, d.fill_step),
         "rest": f"assumed | {d.memory_gib:.2f} x {REST_SHARE}" if rest is None
         else f"given | {tp} x {rest:g}",
-        "prompt_and_half": f"{prompt} + {output} / 2" if alike else "E[p x o + o^2 / 2] / E[o]",
+        "prompt_and_half": f"{d.prompt:,.6g} + {d.output:,.6g} / 2" if alike
+        else "E[p x o + o^2 / 2] / E[o]",
         "most": f", at most {d.fill_step:,.1f}" if d.limit == "the step" else "",
         "sparse": f" x {n_params / 1e9:.6g} / {active / 1e9:.6g}" if active != n_params else "",
         "one": ", at least 1" if d.running == 1 else "", "longest": min(context, d.longest),
@@ -3941,8 +3919,8 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
          " Yours prints the tokens that fit (vLLM: GPU KV cache size). Then --rest is"
          f" ({d.used_gib:.2f} - {d.weights_gib:.2f} - tokens x {d.kv_per_token:,} / 2^30) / {tp}."),
         (alike, "Where lengths differ, long answers stay longer, so sequences hold more: --trace."),
-        (each < DTYPE, "FLOP/s are those of 16 bits. If the engine computes in fewer, say so with"
-         " --card GIB,GB/S,TFLOP/S."),
+        (given["weight_bytes"] < DTYPE, "FLOP/s are those of 16 bits. If the engine computes in"
+         " fewer, say so with --card GIB,GB/S,TFLOP/S."),
         (active != n_params, "Steps are assumed to read all experts. A small batch reads fewer."),
         (d.kv_per_token > kv_bytes(config, 1, width) + tp, "GPUs hold copies of a latent or a KV"
          " head: as many tokens fit as one GPU holds. Attention in data parallel keeps each once."),
@@ -3953,25 +3931,8 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
             say(note)
 
 
-def figure(result: float) -> str:
-    """Three digits or more."""
-    return f"{result:,.{0 if result >= 999.5 else 1 if result >= 10 else 2 if result >= 1 else 3}f}"
-
-
-class Traffic(NamedTuple):
+class Traffic(SimpleNamespace):
     """What pages are worth to requests of these lengths, on the lesson's own server."""
-
-    requests: int
-    prompt: float  # mean tokens
-    output: float
-    prompt_per_output: float
-    fill_pool: float  # sequences that fill the pool, on average
-    fill_step: float  # and a step of 8,192 tokens
-    least: float  # of these two and vLLM's 1,024
-    slots_per_s: float  # tokens/s with as many as 8,192-token slots hold
-    pages_per_s: float  # with pages, 5% kept free
-    worth: float  # how often pages make as many tokens/s as slots
-    again: float  # prefill computed again, over what is computed for the first time
 
 
 MAX_NUM_SEQS = 1024  # vLLM's, serving on an H100
@@ -3983,32 +3944,40 @@ def traffic(requests: Iterable[tuple[int, int]]) -> Traffic:
     Both servers prefill in the same steps, of 8,192 tokens at most. All requests wait from the
     start, in the order given; fewer than twice as many as run at once have no steady state.
     """
-    requests = list(requests)
-    tokens, n = budget_tokens(), len(requests)
-    fill_pool, fill_step = tokens / resident_tokens(requests), step_fills(requests, STEP_TOKENS)
+    requests, tokens, row = list(requests), budget_tokens(), Traffic()
+    row.requests = len(requests)
+    row.fill_pool = tokens / resident_tokens(requests)  # sequences, on average
+    row.fill_step = step_fills(requests, STEP_TOKENS)
+    row.least = min(row.fill_pool, row.fill_step, MAX_NUM_SEQS)
+    row.prompt, row.output = (sum(column) / len(requests) for column in zip(*requests))
+    row.prompt_per_output = row.prompt / row.output
+
     server = partial(serve, requests, tokens // 16, max_batched_tokens=STEP_TOKENS)
-    slots = server(max_running=tokens // 8192).tokens_per_s
     pages = server(max_running=MAX_NUM_SEQS, watermark=KEPT_FREE)
-    prompts, outputs = map(sum, zip(*requests))
-    return Traffic(
-        n, prompts / n, outputs / n, prompts / outputs,
-        fill_pool, fill_step, min(fill_pool, fill_step, MAX_NUM_SEQS),
-        slots, pages.tokens_per_s, pages.tokens_per_s / slots if slots else math.nan, pages.again,
-    )  # fmt: skip
+    row.slots_per_s = server(max_running=tokens // 8192).tokens_per_s
+    row.pages_per_s = pages.tokens_per_s
+    row.worth = row.pages_per_s / row.slots_per_s if row.slots_per_s else math.nan
+    row.again = pages.again  # prefill computed again, over what is computed for the first time
+    return row
+
+
+TRAFFIC = """
+            mean tokens          sequences that fill    tokens/s with
+  requests prompt output ratio   pool   step  least  slots  pages worth  again
+{requests:>10,}{prompt:>7,.0f}{output:>7,.0f}{prompt_per_output:>6.1f}\
+{fill_pool:>7,.0f}{fill_step:>7,.0f}{least:>7,.0f}{slots_per_s:>7,.0f}{pages_per_s:>7,.0f}\
+{worth:>5.2f}x{again:>7.1%}
+
+The pool is {tokens:,} tokens, a step {STEP_TOKENS:,}; the least is of these two and the
+{MAX_NUM_SEQS:,} that vLLM runs. {slots} run in slots of 8,192 tokens; pages keep {KEPT_FREE:.0%}
+free. Again: prefill that preempted sequences repeat.
+"""
 
 
 def traffic_table(row: Traffic) -> None:
     """Print a row of real traffic under its heading."""
-    headings = """\
-            mean tokens          sequences that fill    tokens/s with
-  requests prompt output ratio   pool   step  least  slots  pages worth  again"""
-    form = "{:>10,}{:>7,.0f}{:>7,.0f}{:>6.1f}" + "{:>7,.0f}" * 5 + "{:>5.2f}x{:>7.1%}"
-    print(table(headings, form, [row]))
-    say(
-        f"""The pool is {budget_tokens():,} tokens, a step {STEP_TOKENS:,}; the least is of these
-        two and the {MAX_NUM_SEQS:,} that vLLM runs. {budget_tokens() // 8192} run in slots of 8,192
-        tokens; pages keep {KEPT_FREE:.0%} free. Again: prefill that preempted sequences repeat."""
-    )
+    tokens = budget_tokens()
+    tell(TRAFFIC, {**vars(row), "tokens": tokens, "slots": tokens // 8192})
     if row.requests < 2 * row.least:
         say("So few requests have no steady state: take more before you believe the tokens/s.")
 
@@ -4041,16 +4010,13 @@ def requests_at(path: str) -> list[tuple[int, int]]:
 def deploy(mode: argparse.Namespace, config: Config, s: Parts) -> None:
     """Size the deployment that the command line describes, and print the recipe."""
     many = experts(mapping("config", config))
+    lengths = mode.trace is not None or (mode.prompt and mode.output)
     asked = {
-        "--params N": mode.params,
-        "--gpus N": mode.gpus,
-        "--card NAME": mode.card,
-        "--prompt N and --output N, or --trace FILE": mode.output
-        if mode.trace is None and mode.prompt is not None
-        else mode.trace,
-        f"--active N (parameters that a token uses: {many})": mode.active if many else "",
-    }
-    missing = [option for option, value in asked.items() if value is None]
+        "--params N": mode.params, "--gpus N": mode.gpus, "--card NAME": mode.card,
+        "--prompt N and --output N, or --trace FILE": lengths,
+        f"--active N (parameters that a token uses: {many})": mode.active or not many,
+    }  # fmt: skip
+    missing = [option for option, given in asked.items() if not given]
     if missing:
         raise UsageError(f"to size a deployment, add {'; '.join(missing)}")
     given = {
