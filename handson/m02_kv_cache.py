@@ -3161,7 +3161,8 @@ KINDS = {
     "moe": NOTHING, "mlp": NOTHING, "M": NOTHING, "E": NOTHING, "-": NOTHING,
 }  # fmt: skip
 
-# layers, to be repeated (after a slash: what else the file may name) | model types
+# layers, to be repeated (after a slash: what else the file may name)
+#     | model types, or architectures of families that publish none
 #     | what the file must say | what else the class reads (name=value: where the file is silent),
 #     and with a minus what it does not read of EVERY
 # Null is as many KV heads as query heads, and as head_dim hidden size / query heads.
@@ -3235,17 +3236,14 @@ CCCF | llama4_text | attention_chunk_size head_dim | no_rope_layers no_rope_laye
     | head_dim | sparse_attention_config sparse_attention_freq sparse_index_dim
 F | axk1 deepseek_v3 glm4_moe_lite kimi_k2 minicpm3 mistral4 sarvam_mla youtu | kv_lora_rank
 F | deepseek_v2 deepseek_vl_v2 | kv_lora_rank | use_mla
-F | longcat_flash | kv_lora_rank | num_layers pairs_of_layers
+F | longcat_flash ['LongcatFlashForCausalLM'] ['LongcatFlashNgramForCausalLM'] | kv_lora_rank \
+    | num_layers pairs_of_layers
 /F- | kimi_linear | kv_lora_rank | linear_attn_config full_attn_layers
 /F- | bailing_hybrid | kv_lora_rank | layer_group_size
 F | (none) | num_hidden_layers num_key_value_heads | n_layer n_layers num_layers n_head n_heads \
     n_embd n_embed d_model kv_channels num_kv_heads n_head_kv n_kv_heads num_multi_query_heads
 """
 
-UNTYPED = {  # families that publish no model_type, by their architectures
-    "['LongcatFlashForCausalLM']": "longcat_flash",
-    "['LongcatFlashNgramForCausalLM']": "longcat_flash",
-}
 HEADS_OF_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
 HEADS_OF_GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 TEXT_CONFIG = {  # what its class fills in where a text_config is silent, as published ones are
@@ -3258,14 +3256,12 @@ TEXT_CONFIG = {  # what its class fills in where a text_config is silent, as pub
     "gemma3_text": HEADS_OF_GEMMA,
 }
 
-# What tells the layers apart. A list: a word or a mark for each.
-LISTS: dict[str, dict[Any, str]] = {
+CHOOSING: dict[str, Any] = {  # what tells the layers apart
+    # A list: a word or a mark for each.
     "layer_types": KINDS, "layers_block_type": KINDS, "hybrid_override_pattern": KINDS,
     "attn_type_list": {0: NOTHING, 1: FULL}, "no_rope_layers": {0: FULL, 1: CHUNK},
     "sparse_attention_freq": {0: FULL, 1: INDEXED},
-}  # fmt: skip
-# A number n: what layer i keeps.
-NUMBERS: dict[str, Callable[[int, int], str]] = {
+    # A number n: what layer i keeps.
     "full_attention_interval": lambda n, i: NOTHING if (i + 1) % n else FULL,
     "layer_group_size": lambda n, i: NOTHING if (i + 1) % n else FULL,
     "sliding_window_pattern": lambda n, i: WINDOW if (i + 1) % n else FULL,
@@ -3274,11 +3270,9 @@ NUMBERS: dict[str, Callable[[int, int], str]] = {
     "max_window_layers": lambda n, i: WINDOW if i >= n else FULL,
     "cla_share_factor": lambda n, i: NOTHING if i % n else FULL,
     "attn_layer_period": lambda n, i: NOTHING if i % n else FULL,  # i counts from an offset
-}
-# A list of the full layers, and the number of the first of all.
-PLACES = {"full_attn_idxs": 0, "attn_layer_indices": 0, "full_attn_layers": 1}
-CHOOSING = (*LISTS, *NUMBERS, *PLACES)
-OF_WINDOWS = ("sliding_window_pattern", "max_window_layers")  # moot where no window is used
+    # A list of the full layers: the number of the first of all.
+    "full_attn_idxs": 0, "attn_layer_indices": 0, "full_attn_layers": 1,
+}  # fmt: skip
 FLAGS = """
     attention_k_eq_v multi_query multi_query_attention new_decoder_architecture use_cla use_mla
     use_sliding_window
@@ -3329,24 +3323,24 @@ def dimension(settings: Config, name: str, least: int = 1, most: int = 10**7) ->
     return whole(name, settings[name], least, most)
 
 
-def decoder_of(config: Config) -> tuple[str, Config]:
+def decoder_of(config: Config, where: str = "") -> tuple[str, Config]:
     """The part of a config that is about the decoder, after where it stands ("": outside)."""
-    where, part = "", config
-    while where.count(".") < 9:
-        name = next((name for name in DECODERS if part.get(name) is not None), "")
-        if not name or part.get("is_encoder_decoder"):
-            return where, part
-        where = f"{where}.{name}".lstrip(".")
-        inner = {"model_type": part.get("model_type"), **mapping(name, part[name])}
-        part = {**TEXT_CONFIG.get(str(inner["model_type"]), {}), **inner}
-    raise ValueError(f"config has {where}: its architecture is not supported")
+    if where.count(".") == 9:
+        raise ValueError(f"config has {where}: its architecture is not supported")
+    name = next((name for name in DECODERS if config.get(name) is not None), "")
+    if not name or config.get("is_encoder_decoder"):
+        return where, config
+    inner = {"model_type": config.get("model_type"), **mapping(name, config[name])}
+    filled = {**TEXT_CONFIG.get(str(inner["model_type"]), {}), **inner}
+    return decoder_of(filled, f"{where}.{name}".lstrip("."))
 
 
 def family_of(config: Config) -> Family:
     """The row of a config's model_type, unless a setting tells of another architecture."""
     kind = config.get("model_type")
     if kind is None:
-        kind = UNTYPED.get(str(config.get("architectures")), "(none)")
+        architectures = repr(config.get("architectures"))
+        kind = architectures if architectures in FAMILIES else "(none)"
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type {shown(kind)} is not one of those known here; {OTHERWISE}")
     for name in TELLTALES.split():
@@ -3370,11 +3364,9 @@ def read(said: Config, row: Family) -> dict[str, Any]:
 
 def settings_of(config: Config, row: Family) -> dict[str, Any]:
     """The settings of a config as its class has them."""
-    said = dict(config)
-    for group in GROUPS:
-        if group in row.reads and config.get(group):
-            inner = mapping(group, config[group])
-            said = {**{name: inner[name] for name in row.reads if name in inner}, **said}
+    groups = [name for name in GROUPS if name in row.reads and config.get(name)]
+    parts = [*(mapping(name, config[name]) for name in groups), config]
+    said = {name: part[name] for part in parts for name in row.reads if name in part}
     if "pairs_of_layers" in row.reads and "num_layers" in said:  # LongCat: two attentions each
         said["num_layers"] = 2 * dimension(said, "num_layers")
     listed = said.get("hybrid_override_pattern") or said.get("layers_block_type")
@@ -3387,26 +3379,35 @@ def settings_of(config: Config, row: Family) -> dict[str, Any]:
     for name in FLAGS.split():
         if settings.get(name) is not None:
             truth(name, settings[name])
+    if "use_sliding_window" in row.reads and not settings.get("use_sliding_window"):
+        settings["sliding_window"] = None
+    if settings.get("sliding_window") is None:
+        settings.update(sliding_window_pattern=None, max_window_layers=None)
+    if settings.get("use_cla"):
+        dimension(settings, "cla_share_factor")
+    else:
+        settings["cla_share_factor"] = None
     return settings
 
 
 def told_by(settings: Config, name: str, layers: int) -> str:
     """What each layer keeps, by one setting."""
-    value = settings[name]
-    if name in NUMBERS and not isinstance(value, (list, str)):
+    way, value = CHOOSING[name], settings[name]
+    if callable(way) and not isinstance(value, (list, str)):
         n = dimension(settings, name, least=int(name != "max_window_layers"))
         first = dimension(settings, "attn_layer_offset", 0) if name == "attn_layer_period" else 0
         if name != "layer_group_size" or layers % n == 0:  # engines differ on what remains
-            return "".join(NUMBERS[name](n, i - first) for i in range(layers))
-    elif name in PLACES and isinstance(value, list):
-        kept = [FULL if i + PLACES[name] in value else NOTHING for i in range(layers)]
+            return "".join(way(n, i - first) for i in range(layers))
+    elif isinstance(way, int) and isinstance(value, list):
+        kept = [FULL if i + way in value else NOTHING for i in range(layers)]
         if kept.count(FULL) == len(value):
             return "".join(kept)
     elif isinstance(value, (list, str)):
         if name == "sliding_window_pattern" and isinstance(value, str):  # LLLG, as EXAONE has it
             value = "".join(islice(cycle(value), layers))
+        words = way if isinstance(way, dict) else KINDS
         with contextlib.suppress(KeyError, TypeError):
-            kept = [LISTS.get(name, KINDS)[word] for word in value[:layers]]
+            kept = [words[word] for word in value[:layers]]
             # of all layers, or of those too that draft
             if len(value) - layers in (0, settings.get("num_nextn_predict_layers") or 0):
                 return "".join(kept)
@@ -3419,19 +3420,11 @@ def kept_by(settings: Config, row: Family) -> str:
     if "pairs_of_layers" in row.reads and layers % 2:
         raise ValueError(f"num_hidden_layers = {layers} must be even, two for each of num_layers")
     pattern, window = row.layers.split("/")[0], settings.get("sliding_window")
-    ways = [name for name in CHOOSING if name in row.reads]
-    if "use_sliding_window" in row.reads and not settings.get("use_sliding_window"):
-        window = None
-    if window is None:
-        ways = [name for name in ways if name not in OF_WINDOWS]
-        pattern = FULL if set(row.layers) <= {FULL, WINDOW, "/"} else pattern
-    elif WINDOW not in row.layers:
+    if window is None and set(row.layers) <= {FULL, WINDOW, "/"}:
+        pattern = FULL
+    elif window is not None and WINDOW not in row.layers:
         raise ValueError(f"sliding_window = {shown(window)} is not supported for its model_type")
-    if settings.get("use_cla"):
-        dimension(settings, "cla_share_factor")
-    elif "use_cla" in row.reads:
-        ways.remove("cla_share_factor")
-
+    ways = [name for name in CHOOSING if name in row.reads]
     told = [name for name in ways if settings.get(name) not in (None, [])]
     if not told and not pattern:
         raise ValueError(f"config lacks {ways[-1]}")
@@ -3458,18 +3451,19 @@ def own_shapes(settings: Config, row: Family, kept: str) -> dict[int, Config]:
     if settings.get("per_layer_config") is not None:  # as transformers 5.15 and later save it
         own = {}
         for place, shape in mapping("per_layer_config", settings["per_layer_config"]).items():
-            odd = [name for name in mapping("per_layer_config", shape) if name not in SHAPE]
-            if odd:
-                raise ValueError(f"per_layer_config has {shown(odd[0])}, which is not supported")
+            for name in mapping("per_layer_config", shape):
+                if name not in SHAPE:
+                    raise ValueError(f"per_layer_config has {shown(name)}, which is not supported")
             i = int(place) if isinstance(place, str) and place.isdecimal() else place
             own[whole("a layer in per_layer_config", i, 0, len(kept) - 1)] = shape
         return own
-    kind, shape = WINDOW, settings.get("attention_other_setting") or {}  # Step
     if gemma_4:
         kind, shape = FULL, {"head_dim": dimension(settings, "global_head_dim")}
         if settings.get("attention_k_eq_v"):
             shape["num_key_value_heads"] = settings.get("num_global_key_value_heads")
-    shape = read(mapping("attention_other_setting", shape), row)
+    else:
+        step = settings.get("attention_other_setting") or {}
+        kind, shape = WINDOW, read(mapping("attention_other_setting", step), row)
     shape = {name: shape[name] for name in SHAPE if shape.get(name) is not None}
     return {i: shape for i, keeps in enumerate(kept) if keeps == kind}
 
@@ -3478,13 +3472,14 @@ def kv_heads_of(settings: Config, heads: int) -> int:
     """How many KV heads serve the query heads: as many (MHA), fewer (GQA) or one (MQA)."""
     if settings.get("multi_query") and not settings.get("new_decoder_architecture"):
         return 1  # Falcon 7B states all its heads, and has one
-    single = (
-        settings.get("multi_query_attention") is True
-        or settings.get("attention_head_type") == "multiquery"
-        or settings.get("attn_type") == "multiquery_attention"
-    )
-    moot = "multi_query_group_num" in settings and not single  # ChatGLM
-    if moot or settings.get("num_key_value_heads", 0) is None:
+    if "multi_query_group_num" in settings and not settings.get("multi_query_attention"):
+        return heads  # ChatGLM states groups that it does not use
+    if settings.get("num_key_value_heads", 0) is None:
+        single = (
+            settings.get("multi_query_attention")
+            or settings.get("attention_head_type") == "multiquery"
+            or settings.get("attn_type") == "multiquery_attention"
+        )
         return 1 if single else heads
     kv_heads = dimension(settings, "num_key_value_heads")
     if heads % kv_heads:
@@ -3505,7 +3500,7 @@ def layer_of(settings: Config, kind: str, tp: int) -> Layer:
     latent = "kv_lora_rank" in settings and settings.get("use_mla") is not False
     if not latent and settings.get("kv_lora_rank"):
         raise ValueError("use_mla = False contradicts kv_lora_rank")
-    heads = dimension(settings, "num_attention_heads") if tp > 1 or not latent else tp
+    heads = dimension(settings, "num_attention_heads") if tp > 1 or not latent else 1
     if heads % tp:
         raise ValueError(f"tp = {tp} does not divide the {heads} query heads")
     if latent:
@@ -3520,9 +3515,8 @@ def layer_of(settings: Config, kind: str, tp: int) -> Layer:
             raise ValueError(
                 f"config lacks head_dim, and hidden_size = {hidden} is no multiple of {heads} heads"
             )
-        head_dim = hidden // heads
-    else:
-        head_dim = dimension(settings, "head_dim")
+        settings = {**settings, "head_dim": hidden // heads}
+    head_dim = dimension(settings, "head_dim")
     if settings.get("v_head_dim") not in (None, 0, head_dim):
         raise ValueError(f"v_head_dim = {shown(settings['v_head_dim'])} is not the {head_dim} of K")
     on_each = max(1, kv_heads // tp)
