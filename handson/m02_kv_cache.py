@@ -3383,10 +3383,8 @@ def settings_of(config: Config, row: Family) -> dict[str, Any]:
         settings["sliding_window"] = None
     if settings.get("sliding_window") is None:
         settings.update(sliding_window_pattern=None, max_window_layers=None)
-    if settings.get("use_cla"):
-        dimension(settings, "cla_share_factor")
-    else:
-        settings["cla_share_factor"] = None
+    shares = settings.get("use_cla")
+    settings["cla_share_factor"] = dimension(settings, "cla_share_factor") if shares else None
     return settings
 
 
@@ -3576,9 +3574,6 @@ def kv_bytes(config: Config, tokens: int = 1, dtype_bytes: float | None = None, 
     return math.ceil(kept * (2 if dtype_bytes is None else dtype_bytes))
 
 
-LARGEST = 2**24  # bytes of a config.json; real ones have thousands
-
-
 def contents(option: str, path: str, largest: int) -> bytes:
     """All bytes of the file at `path` (-: standard input), or UsageError."""
     try:
@@ -3599,13 +3594,10 @@ def contents(option: str, path: str, largest: int) -> bytes:
 def config_at(path: str) -> dict[str, Any]:
     """The config.json at `path`, which may be - (standard input), or UsageError."""
     try:
-        config: dict[str, Any] = json.loads(contents("--model", path, LARGEST))
+        config: dict[str, Any] = json.loads(contents("--model", path, 2**24))
     except (MemoryError, RecursionError):
         raise UsageError(f"--model {path}: too large or nested too deeply") from None
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
-        raise UsageError(f"--model {path}: not JSON: wrong at {where}") from None
-    except ValueError as error:  # no text, or a number of too many digits
+    except ValueError as error:  # no JSON, no text, or a number of too many digits
         raise UsageError(f"--model {path}: not JSON: {error}") from None
     return config
 
@@ -3667,6 +3659,7 @@ CARDS = {
 }
 REST_SHARE = 0.05  # of a card, for all but weights and KV: in block 1 it is 15.7 of 318.6 GiB
 KEPT_FREE, CAP = 0.05, 0.9  # block 6's rules: the watermark, or a share of those that fill a pool
+MAX_NUM_SEQS = 1024  # vLLM's, serving on an H100
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
@@ -3684,8 +3677,8 @@ class Range(NamedTuple):
         return f"{peak:>7} {below:>9}"
 
 
-class Deployment(SimpleNamespace):
-    """A replica sized for its traffic: the figures of its recipe by name, as size() finds them."""
+class Figures(SimpleNamespace):
+    """What was calculated, by name and in this order."""
 
 
 def size(
@@ -3699,7 +3692,7 @@ def size(
     dtype_bytes: float | None = None,
     utilization: float = UTILIZATION,
     rest_gib: float | None = None,
-) -> Deployment:
+) -> Figures:
     """Size a replica of `tp` cards for a model's config.json and (prompt, output) requests.
 
     `card` is a name in CARDS or (GiB, GB/s, dense TFLOP/s). `active_params` are those that a token
@@ -3722,7 +3715,7 @@ def size(
         raise ValueError(f"active_params is missing: config has {experts(config)}, and uses a few")
     if active_params is not None and active_params > n_params:
         raise ValueError(f"active_params = {active_params:g} is more than all {n_params:g}")
-    requests, d = list(requests), Deployment()
+    requests, d = list(requests), Figures()
     d.resident = resident_tokens(requests)  # tokens that a running sequence holds
 
     d.memory_gib = tp * card.gib  # of all GPUs, as the runtime reports it
@@ -3763,7 +3756,7 @@ def size(
             "flops_per_gpu": card.tflops * 1e12, "gb_per_s": card.gb_per_s, "mfu": mfu, "mbu": mbu,
         }  # fmt: skip
         seconds: Any = partial(step_seconds, kv_per_token=d.kv_per_token, tp=tp, **speed)
-        at = SimpleNamespace(ridge=ridge_tokens(**speed))  # tokens a step
+        at = Figures(ridge=ridge_tokens(**speed))  # tokens a step
         at.weights_ms = 1000 * seconds(0, 0)  # to read them
         at.decode_ms = 1000 * seconds(d.running, 0)
         at.prefill_ms = at.weights_ms * d.prefill_tokens / at.ridge
@@ -3822,14 +3815,6 @@ def card_of(name: str, value: Any) -> Card:
     return Card(*(number(f"{name} {unit}", *x, 10**6) for unit, x in least.items()))
 
 
-def bytes_in_words(config: Config, width: float, tp: int) -> str:
-    """How a token's bytes on one GPU come about, where all layers that keep some are alike."""
-    layers = layers_of(config, tp)
-    if len(set(layers)) == 1 and layers[0].most == math.inf:
-        return f"{len(layers)} layers x {layers[0].words} x {width:g} B"
-    return f"kv_bytes(config, tp={tp}), from its class"
-
-
 RECIPE = """\
   {card.gib:g} GiB as CUDA shows it, {card.gb_per_s:,g} GB/s, {card.tflops:g} TFLOP/s
   What is printed is rounded; tokens that fit and the cap are rounded down.
@@ -3875,16 +3860,20 @@ idle 1st token, ms | read weights x max(1, {prompt:,.6g} / ridge) | {first_token
 """
 
 
-def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
+def recipe(model: str, config: Config, given: Parts, d: Figures) -> None:
     """Print how `d` = size(config, **given) comes about: a line for each number, its name first."""
     tp, rest, n_params = given["tp"], given["rest_gib"], given["n_params"]
+    layers = layers_of(config, tp)
+    equal = len(set(layers)) == 1 and layers[0].most == math.inf
     active, width = given["active_params"] or n_params, given["dtype_bytes"] or DTYPE
     alike, longest = len(set(given["requests"])) == 1, max(map(sum, given["requests"]))
     context = decoder_of(config)[1].get("max_position_embeddings")
     if not isinstance(context, int) or not 1 < context < MANY:
         context = MANY
     figures: Parts = {
-        **globals(), **given, **vars(d), "token": bytes_in_words(config, width, tp),
+        **globals(), **given, **vars(d),
+        "token": f"{len(layers)} layers x {layers[0].words} x {width:g} B" if equal
+        else f"kv_bytes(config, tp={tp}), from its class",
         "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
         "rest": f"assumed | {d.memory_gib:.2f} x {REST_SHARE}" if rest is None
         else f"given | {tp} x {rest:g}",
@@ -3925,20 +3914,13 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
             say(note)
 
 
-class Traffic(SimpleNamespace):
-    """What pages are worth to requests of these lengths, on the lesson's own server."""
-
-
-MAX_NUM_SEQS = 1024  # vLLM's, serving on an H100
-
-
-def traffic(requests: Iterable[tuple[int, int]]) -> Traffic:
+def traffic(requests: Iterable[tuple[int, int]]) -> Figures:
     """What pages are worth to these requests: the lesson's model, GPUs and 35,328 pages.
 
     Both servers prefill in the same steps, of 8,192 tokens at most. All requests wait from the
     start, in the order given; fewer than twice as many as run at once have no steady state.
     """
-    requests, tokens, row = list(requests), budget_tokens(), Traffic()
+    requests, tokens, row = list(requests), budget_tokens(), Figures()
     row.requests = len(requests)
     row.fill_pool = tokens / resident_tokens(requests)  # sequences, on average
     row.fill_step = step_fills(requests, STEP_TOKENS)
@@ -3968,7 +3950,7 @@ free. Again: prefill that preempted sequences repeat.
 """
 
 
-def traffic_table(row: Traffic) -> None:
+def traffic_table(row: Figures) -> None:
     """Print a row of real traffic under its heading."""
     tokens = budget_tokens()
     tell(TRAFFIC, {**vars(row), "tokens": tokens, "slots": tokens // 8192})
