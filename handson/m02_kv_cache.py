@@ -3703,7 +3703,8 @@ def size(
     The setting follows block 6: keep 5% of the pages free, and let as many run as fill the pool or
     the step. Where an engine cannot keep pages free, a cap of nine tenths of those that fill the
     pool. Most steps only decode, so a mean step takes step_seconds of decoding and its share of the
-    prompts' arithmetic: at the peak, and at 50% MFU and 80% of the bandwidth.
+    prompts' arithmetic: at the peak, and at 50% MFU and 80% of the bandwidth. vars() of the result
+    lists the figures.
 
     >>> llama = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
     ...     "num_key_value_heads": 8, "hidden_size": 4096}
@@ -3782,10 +3783,9 @@ def longest_sequence(config: Config, budget: float, dtype_bytes: float | None, t
     values = budget * GIB / tp / (dtype_bytes or DTYPE)
     growing = sum(layer.values for layer in layers if layer.most == math.inf)
     windows = sum(layer.values * layer.most for layer in layers if layer.most < math.inf)
-    most = values / sum(layer.values for layer in layers)
-    if windows <= values:
-        most = max(most, (values - windows) / growing if growing else MANY)
-    return int(most) // 16 * 16
+    short = values / sum(layer.values for layer in layers)
+    long = (values - windows) / growing if growing else MANY if windows <= values else 0
+    return int(max(short, long)) // 16 * 16
 
 
 def experts(config: Config) -> str:
@@ -3864,7 +3864,7 @@ def recipe(model: str, config: Config, given: Parts, d: Figures) -> None:
     """Print how `d` = size(config, **given) comes about: a line for each number, its name first."""
     tp, rest, n_params = given["tp"], given["rest_gib"], given["n_params"]
     layers = layers_of(config, tp)
-    equal = len(set(layers)) == 1 and layers[0].most == math.inf
+    uniform = len(set(layers)) == 1 and layers[0].most == math.inf
     active, width = given["active_params"] or n_params, given["dtype_bytes"] or DTYPE
     alike, longest = len(set(given["requests"])) == 1, max(map(sum, given["requests"]))
     context = decoder_of(config)[1].get("max_position_embeddings")
@@ -3872,7 +3872,7 @@ def recipe(model: str, config: Config, given: Parts, d: Figures) -> None:
         context = MANY
     figures: Parts = {
         **globals(), **given, **vars(d),
-        "token": f"{len(layers)} layers x {layers[0].words} x {width:g} B" if equal
+        "token": f"{len(layers)} layers x {layers[0].words} x {width:g} B" if uniform
         else f"kv_bytes(config, tp={tp}), from its class",
         "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
         "rest": f"assumed | {d.memory_gib:.2f} x {REST_SHARE}" if rest is None
