@@ -3307,8 +3307,8 @@ def families() -> dict[str, Family]:
         (layers,), names, must_say, others, *_ = (cell.split() for cell in f"{row}||".split("|"))
         usual = [name for name in EVERY.split() if f"-{name}" not in others]
         reads = [*usual, *must_say, *(word for word in others if "=" not in word)]
-        fills = (word.split("=") for word in others if "=" in word)
-        silent = {name: json.loads(value) for name, value in fills}
+        fills = (word.partition("=") for word in others)
+        silent = {name: json.loads(value) for name, _, value in fills if value}
         found.update(dict.fromkeys(names, Family(layers, must_say, reads, silent)))
     return found
 
@@ -3437,8 +3437,8 @@ def kept_by(settings: Config, row: Family) -> str:
     return kept
 
 
-def own_shapes(settings: Config, row: Family, kept: str) -> dict[int, Config]:
-    """What single layers have of their own, by layer."""
+def own_shapes(settings: Config, row: Family, kept: str) -> list[Config]:
+    """What each layer has of its own."""
     gemma_4 = "global_head_dim" in row.reads
     masked = settings.get("use_bidirectional_attention")
     if gemma_4 and (masked not in (None, False, "vision") or kept[-1] != FULL):
@@ -3447,7 +3447,7 @@ def own_shapes(settings: Config, row: Family, kept: str) -> dict[int, Config]:
             " supported"
         )
     if settings.get("per_layer_config") is not None:  # as transformers 5.15 and later save it
-        own = {}
+        own: list[Config] = [{}] * len(kept)
         for place, shape in mapping("per_layer_config", settings["per_layer_config"]).items():
             for name in mapping("per_layer_config", shape):
                 if name not in SHAPE:
@@ -3463,7 +3463,7 @@ def own_shapes(settings: Config, row: Family, kept: str) -> dict[int, Config]:
         step = settings.get("attention_other_setting") or {}
         kind, shape = WINDOW, read(mapping("attention_other_setting", step), row)
     shape = {name: shape[name] for name in SHAPE if shape.get(name) is not None}
-    return {i: shape for i, keeps in enumerate(kept) if keeps == kind}
+    return [shape if keeps == kind else {} for keeps in kept]
 
 
 def kv_heads_of(settings: Config, heads: int) -> int:
@@ -3537,8 +3537,8 @@ def layers_of(config: Config, tp: int = 1) -> list[Layer]:
         shared = settings.get("num_kv_shared_layers") or 0  # the last ones read the KV of others
         writers = len(kept) - whole("num_kv_shared_layers", shared, 0, len(kept) - 1)
         return [
-            layer_of({**settings, **own.get(i, {})}, kind, tp)
-            for i, kind in enumerate(kept[:writers])
+            layer_of({**settings, **shape}, kind, tp)
+            for kind, shape in zip(kept[:writers], own)
             if kind != NOTHING
         ]
     except (TypeError, ValueError) as error:
@@ -3770,8 +3770,7 @@ def size(
         return vars(at)
 
     peak, below = pace(1, 1), pace(0.5, 0.8)
-    vars(d).update({name: Range(peak[name], below[name]) for name in peak})
-    return d
+    return Figures(**vars(d), **{name: Range(peak[name], below[name]) for name in peak})
 
 
 def longest_sequence(config: Config, budget: float, dtype_bytes: float | None, tp: int) -> int:
@@ -3931,9 +3930,8 @@ def traffic(requests: Iterable[tuple[int, int]]) -> Figures:
     server = partial(serve, requests, tokens // 16, max_batched_tokens=STEP_TOKENS)
     pages = server(max_running=MAX_NUM_SEQS, watermark=KEPT_FREE)
     row.slots_per_s = server(max_running=tokens // 8192).tokens_per_s
-    row.pages_per_s = pages.tokens_per_s
+    row.pages_per_s, row.again = pages.tokens_per_s, pages.again
     row.worth = row.pages_per_s / row.slots_per_s if row.slots_per_s else math.nan
-    row.again = pages.again  # prefill computed again, over what is computed for the first time
     return row
 
 
