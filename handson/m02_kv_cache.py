@@ -3156,7 +3156,8 @@ KINDS = {
     "moe": NOTHING, "mlp": NOTHING, "M": NOTHING, "E": NOTHING, "-": NOTHING,
 }  # fmt: skip
 
-# layers, to be repeated (after a slash: what else the file may name) | model types
+# layers, to be repeated (after a slash: what else the file may name)
+#     | model types, or architectures of families that publish none
 #     | what the file must say | what else the class reads (name=value: where the file is silent),
 #     and with a minus what it does not read of EVERY
 # Null is as many KV heads as query heads, and as head_dim hidden size / query heads.
@@ -3230,17 +3231,14 @@ CCCF | llama4_text | attention_chunk_size head_dim | no_rope_layers no_rope_laye
     | head_dim | sparse_attention_config sparse_attention_freq sparse_index_dim
 F | axk1 deepseek_v3 glm4_moe_lite kimi_k2 minicpm3 mistral4 sarvam_mla youtu | kv_lora_rank
 F | deepseek_v2 deepseek_vl_v2 | kv_lora_rank | use_mla
-F | longcat_flash | kv_lora_rank | num_layers pairs_of_layers
+F | longcat_flash ['LongcatFlashForCausalLM'] ['LongcatFlashNgramForCausalLM'] | kv_lora_rank \
+    | num_layers pairs_of_layers
 /F- | kimi_linear | kv_lora_rank | linear_attn_config full_attn_layers
 /F- | bailing_hybrid | kv_lora_rank | layer_group_size
 F | (none) | num_hidden_layers num_key_value_heads | n_layer n_layers num_layers n_head n_heads \
     n_embd n_embed d_model kv_channels num_kv_heads n_head_kv n_kv_heads num_multi_query_heads
 """
 
-UNTYPED = {  # families that publish no model_type, by their architectures
-    "['LongcatFlashForCausalLM']": "longcat_flash",
-    "['LongcatFlashNgramForCausalLM']": "longcat_flash",
-}
 HEADS_OF_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
 HEADS_OF_GEMMA = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 TEXT_CONFIG = {  # what its class fills in where a text_config is silent, as published ones are
@@ -3253,14 +3251,12 @@ TEXT_CONFIG = {  # what its class fills in where a text_config is silent, as pub
     "gemma3_text": HEADS_OF_GEMMA,
 }
 
-# What tells the layers apart. A list: a word or a mark for each.
-LISTS: dict[str, dict[Any, str]] = {
+CHOOSING: dict[str, Any] = {  # what tells the layers apart
+    # A list: a word or a mark for each.
     "layer_types": KINDS, "layers_block_type": KINDS, "hybrid_override_pattern": KINDS,
     "attn_type_list": {0: NOTHING, 1: FULL}, "no_rope_layers": {0: FULL, 1: CHUNK},
     "sparse_attention_freq": {0: FULL, 1: INDEXED},
-}  # fmt: skip
-# A number n: what layer i keeps.
-NUMBERS: dict[str, Callable[[int, int], str]] = {
+    # A number n: what layer i keeps.
     "full_attention_interval": lambda n, i: NOTHING if (i + 1) % n else FULL,
     "layer_group_size": lambda n, i: NOTHING if (i + 1) % n else FULL,
     "sliding_window_pattern": lambda n, i: WINDOW if (i + 1) % n else FULL,
@@ -3269,11 +3265,9 @@ NUMBERS: dict[str, Callable[[int, int], str]] = {
     "max_window_layers": lambda n, i: WINDOW if i >= n else FULL,
     "cla_share_factor": lambda n, i: NOTHING if i % n else FULL,
     "attn_layer_period": lambda n, i: NOTHING if i % n else FULL,  # i counts from an offset
-}
-# A list of the full layers, and the number of the first of all.
-PLACES = {"full_attn_idxs": 0, "attn_layer_indices": 0, "full_attn_layers": 1}
-CHOOSING = (*LISTS, *NUMBERS, *PLACES)
-OF_WINDOWS = ("sliding_window_pattern", "max_window_layers")  # moot where no window is used
+    # A list of the full layers: the number of the first of all.
+    "full_attn_idxs": 0, "attn_layer_indices": 0, "full_attn_layers": 1,
+}  # fmt: skip
 FLAGS = """
     attention_k_eq_v multi_query multi_query_attention new_decoder_architecture use_cla use_mla
     use_sliding_window
@@ -3308,8 +3302,8 @@ def families() -> dict[str, Family]:
         (layers,), names, must_say, others, *_ = (cell.split() for cell in f"{row}||".split("|"))
         usual = [name for name in EVERY.split() if f"-{name}" not in others]
         reads = [*usual, *must_say, *(word for word in others if "=" not in word)]
-        fills = (word.split("=") for word in others if "=" in word)
-        silent = {name: json.loads(value) for name, value in fills}
+        fills = (word.partition("=") for word in others)
+        silent = {name: json.loads(value) for name, _, value in fills if value}
         found.update(dict.fromkeys(names, Family(layers, must_say, reads, silent)))
     return found
 
@@ -3324,24 +3318,24 @@ def dimension(settings: Config, name: str, least: int = 1, most: int = 10**7) ->
     return whole(name, settings[name], least, most)
 
 
-def decoder_of(config: Config) -> tuple[str, Config]:
+def decoder_of(config: Config, where: str = "") -> tuple[str, Config]:
     """The part of a config that is about the decoder, after where it stands ("": outside)."""
-    where, part = "", config
-    while where.count(".") < 9:
-        name = next((name for name in DECODERS if part.get(name) is not None), "")
-        if not name or part.get("is_encoder_decoder"):
-            return where, part
-        where = f"{where}.{name}".lstrip(".")
-        inner = {"model_type": part.get("model_type"), **mapping(name, part[name])}
-        part = {**TEXT_CONFIG.get(str(inner["model_type"]), {}), **inner}
-    raise ValueError(f"config has {where}: its architecture is not supported")
+    if where.count(".") == 9:
+        raise ValueError(f"config has {where}: its architecture is not supported")
+    name = next((name for name in DECODERS if config.get(name) is not None), "")
+    if not name or config.get("is_encoder_decoder"):
+        return where, config
+    inner = {"model_type": config.get("model_type"), **mapping(name, config[name])}
+    filled = {**TEXT_CONFIG.get(str(inner["model_type"]), {}), **inner}
+    return decoder_of(filled, f"{where}.{name}".lstrip("."))
 
 
 def family_of(config: Config) -> Family:
     """The row of a config's model_type, unless a setting tells of another architecture."""
     kind = config.get("model_type")
     if kind is None:
-        kind = UNTYPED.get(str(config.get("architectures")), "(none)")
+        architectures = repr(config.get("architectures"))
+        kind = architectures if architectures in FAMILIES else "(none)"
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type {shown(kind)} is not one of those known here; {OTHERWISE}")
     for name in TELLTALES.split():
@@ -3365,11 +3359,9 @@ def read(said: Config, row: Family) -> dict[str, Any]:
 
 def settings_of(config: Config, row: Family) -> dict[str, Any]:
     """The settings of a config as its class has them."""
-    said = dict(config)
-    for group in GROUPS:
-        if group in row.reads and config.get(group):
-            inner = mapping(group, config[group])
-            said = {**{name: inner[name] for name in row.reads if name in inner}, **said}
+    groups = [name for name in GROUPS if name in row.reads and config.get(name)]
+    parts = [*(mapping(name, config[name]) for name in groups), config]
+    said = {name: part[name] for part in parts for name in row.reads if name in part}
     if "pairs_of_layers" in row.reads and "num_layers" in said:  # LongCat: two attentions each
         said["num_layers"] = 2 * dimension(said, "num_layers")
     listed = said.get("hybrid_override_pattern") or said.get("layers_block_type")
@@ -3382,26 +3374,33 @@ def settings_of(config: Config, row: Family) -> dict[str, Any]:
     for name in FLAGS.split():
         if settings.get(name) is not None:
             truth(name, settings[name])
+    if "use_sliding_window" in row.reads and not settings.get("use_sliding_window"):
+        settings["sliding_window"] = None
+    if settings.get("sliding_window") is None:
+        settings.update(sliding_window_pattern=None, max_window_layers=None)
+    shares = settings.get("use_cla")
+    settings["cla_share_factor"] = dimension(settings, "cla_share_factor") if shares else None
     return settings
 
 
 def told_by(settings: Config, name: str, layers: int) -> str:
     """What each layer keeps, by one setting."""
-    value = settings[name]
-    if name in NUMBERS and not isinstance(value, (list, str)):
+    way, value = CHOOSING[name], settings[name]
+    if callable(way) and not isinstance(value, (list, str)):
         n = dimension(settings, name, least=int(name != "max_window_layers"))
         first = dimension(settings, "attn_layer_offset", 0) if name == "attn_layer_period" else 0
         if name != "layer_group_size" or layers % n == 0:  # engines differ on what remains
-            return "".join(NUMBERS[name](n, i - first) for i in range(layers))
-    elif name in PLACES and isinstance(value, list):
-        kept = [FULL if i + PLACES[name] in value else NOTHING for i in range(layers)]
+            return "".join(way(n, i - first) for i in range(layers))
+    elif isinstance(way, int) and isinstance(value, list):
+        kept = [FULL if i + way in value else NOTHING for i in range(layers)]
         if kept.count(FULL) == len(value):
             return "".join(kept)
     elif isinstance(value, (list, str)):
         if name == "sliding_window_pattern" and isinstance(value, str):  # LLLG, as EXAONE has it
             value = "".join(islice(cycle(value), layers))
+        words = way if isinstance(way, dict) else KINDS
         with contextlib.suppress(KeyError, TypeError):
-            kept = [LISTS.get(name, KINDS)[word] for word in value[:layers]]
+            kept = [words[word] for word in value[:layers]]
             # of all layers, or of those too that draft
             if len(value) - layers in (0, settings.get("num_nextn_predict_layers") or 0):
                 return "".join(kept)
@@ -3414,19 +3413,11 @@ def kept_by(settings: Config, row: Family) -> str:
     if "pairs_of_layers" in row.reads and layers % 2:
         raise ValueError(f"num_hidden_layers = {layers} must be even, two for each of num_layers")
     pattern, window = row.layers.split("/")[0], settings.get("sliding_window")
-    ways = [name for name in CHOOSING if name in row.reads]
-    if "use_sliding_window" in row.reads and not settings.get("use_sliding_window"):
-        window = None
-    if window is None:
-        ways = [name for name in ways if name not in OF_WINDOWS]
-        pattern = FULL if set(row.layers) <= {FULL, WINDOW, "/"} else pattern
-    elif WINDOW not in row.layers:
+    if window is None and set(row.layers) <= {FULL, WINDOW, "/"}:
+        pattern = FULL
+    elif window is not None and WINDOW not in row.layers:
         raise ValueError(f"sliding_window = {shown(window)} is not supported for its model_type")
-    if settings.get("use_cla"):
-        dimension(settings, "cla_share_factor")
-    elif "use_cla" in row.reads:
-        ways.remove("cla_share_factor")
-
+    ways = [name for name in CHOOSING if name in row.reads]
     told = [name for name in ways if settings.get(name) not in (None, [])]
     if not told and not pattern:
         raise ValueError(f"config lacks {ways[-1]}")
@@ -3441,8 +3432,8 @@ def kept_by(settings: Config, row: Family) -> str:
     return kept
 
 
-def own_shapes(settings: Config, row: Family, kept: str) -> dict[int, Config]:
-    """What single layers have of their own, by layer."""
+def own_shapes(settings: Config, row: Family, kept: str) -> list[Config]:
+    """What each layer has of its own."""
     gemma_4 = "global_head_dim" in row.reads
     masked = settings.get("use_bidirectional_attention")
     if gemma_4 and (masked not in (None, False, "vision") or kept[-1] != FULL):
@@ -3451,35 +3442,37 @@ def own_shapes(settings: Config, row: Family, kept: str) -> dict[int, Config]:
             " supported"
         )
     if settings.get("per_layer_config") is not None:  # as transformers 5.15 and later save it
-        own = {}
+        own: list[Config] = [{}] * len(kept)
         for place, shape in mapping("per_layer_config", settings["per_layer_config"]).items():
-            odd = [name for name in mapping("per_layer_config", shape) if name not in SHAPE]
-            if odd:
-                raise ValueError(f"per_layer_config has {shown(odd[0])}, which is not supported")
+            for name in mapping("per_layer_config", shape):
+                if name not in SHAPE:
+                    raise ValueError(f"per_layer_config has {shown(name)}, which is not supported")
             i = int(place) if isinstance(place, str) and place.isdecimal() else place
             own[whole("a layer in per_layer_config", i, 0, len(kept) - 1)] = shape
         return own
-    kind, shape = WINDOW, settings.get("attention_other_setting") or {}  # Step
     if gemma_4:
         kind, shape = FULL, {"head_dim": dimension(settings, "global_head_dim")}
         if settings.get("attention_k_eq_v"):
             shape["num_key_value_heads"] = settings.get("num_global_key_value_heads")
-    shape = read(mapping("attention_other_setting", shape), row)
+    else:
+        step = settings.get("attention_other_setting") or {}
+        kind, shape = WINDOW, read(mapping("attention_other_setting", step), row)
     shape = {name: shape[name] for name in SHAPE if shape.get(name) is not None}
-    return {i: shape for i, keeps in enumerate(kept) if keeps == kind}
+    return [shape if keeps == kind else {} for keeps in kept]
 
 
 def kv_heads_of(settings: Config, heads: int) -> int:
     """How many KV heads serve the query heads: as many (MHA), fewer (GQA) or one (MQA)."""
     if settings.get("multi_query") and not settings.get("new_decoder_architecture"):
         return 1  # Falcon 7B states all its heads, and has one
-    single = (
-        settings.get("multi_query_attention") is True
-        or settings.get("attention_head_type") == "multiquery"
-        or settings.get("attn_type") == "multiquery_attention"
-    )
-    moot = "multi_query_group_num" in settings and not single  # ChatGLM
-    if moot or settings.get("num_key_value_heads", 0) is None:
+    if "multi_query_group_num" in settings and not settings.get("multi_query_attention"):
+        return heads  # ChatGLM states groups that it does not use
+    if settings.get("num_key_value_heads", 0) is None:
+        single = (
+            settings.get("multi_query_attention")
+            or settings.get("attention_head_type") == "multiquery"
+            or settings.get("attn_type") == "multiquery_attention"
+        )
         return 1 if single else heads
     kv_heads = dimension(settings, "num_key_value_heads")
     if heads % kv_heads:
@@ -3500,7 +3493,7 @@ def layer_of(settings: Config, kind: str, tp: int) -> Layer:
     latent = "kv_lora_rank" in settings and settings.get("use_mla") is not False
     if not latent and settings.get("kv_lora_rank"):
         raise ValueError("use_mla = False contradicts kv_lora_rank")
-    heads = dimension(settings, "num_attention_heads") if tp > 1 or not latent else tp
+    heads = dimension(settings, "num_attention_heads") if tp > 1 or not latent else 1
     if heads % tp:
         raise ValueError(f"tp = {tp} does not divide the {heads} query heads")
     if latent:
@@ -3515,9 +3508,8 @@ def layer_of(settings: Config, kind: str, tp: int) -> Layer:
             raise ValueError(
                 f"config lacks head_dim, and hidden_size = {hidden} is no multiple of {heads} heads"
             )
-        head_dim = hidden // heads
-    else:
-        head_dim = dimension(settings, "head_dim")
+        settings = {**settings, "head_dim": hidden // heads}
+    head_dim = dimension(settings, "head_dim")
     if settings.get("v_head_dim") not in (None, 0, head_dim):
         raise ValueError(f"v_head_dim = {shown(settings['v_head_dim'])} is not the {head_dim} of K")
     on_each = max(1, kv_heads // tp)
@@ -3540,8 +3532,8 @@ def layers_of(config: Config, tp: int = 1) -> list[Layer]:
         shared = settings.get("num_kv_shared_layers") or 0  # the last ones read the KV of others
         writers = len(kept) - whole("num_kv_shared_layers", shared, 0, len(kept) - 1)
         return [
-            layer_of({**settings, **own.get(i, {})}, kind, tp)
-            for i, kind in enumerate(kept[:writers])
+            layer_of({**settings, **shape}, kind, tp)
+            for kind, shape in zip(kept[:writers], own)
             if kind != NOTHING
         ]
     except (TypeError, ValueError) as error:
@@ -3577,9 +3569,6 @@ def kv_bytes(config: Config, tokens: int = 1, dtype_bytes: float | None = None, 
     return math.ceil(kept * (2 if dtype_bytes is None else dtype_bytes))
 
 
-LARGEST = 2**24  # bytes of a config.json; real ones have thousands
-
-
 def contents(option: str, path: str, largest: int) -> bytes:
     """All bytes of the file at `path` (-: standard input), or UsageError."""
     try:
@@ -3600,13 +3589,10 @@ def contents(option: str, path: str, largest: int) -> bytes:
 def config_at(path: str) -> dict[str, Any]:
     """The config.json at `path`, which may be - (standard input), or UsageError."""
     try:
-        config: dict[str, Any] = json.loads(contents("--model", path, LARGEST))
+        config: dict[str, Any] = json.loads(contents("--model", path, 2**24))
     except (MemoryError, RecursionError):
         raise UsageError(f"--model {path}: too large or nested too deeply") from None
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno} column {error.colno}"
-        raise UsageError(f"--model {path}: not JSON: wrong at {where}") from None
-    except ValueError as error:  # no text, or a number of too many digits
+    except ValueError as error:  # no JSON, no text, or a number of too many digits
         raise UsageError(f"--model {path}: not JSON: {error}") from None
     return config
 
@@ -3668,6 +3654,7 @@ CARDS = {
 }
 REST_SHARE = 0.05  # of a card, for all but weights and KV: in block 1 it is 15.7 of 318.6 GiB
 KEPT_FREE, CAP = 0.05, 0.9  # block 6's rules: the watermark, or a share of those that fill a pool
+MAX_NUM_SEQS = 1024  # vLLM's, serving on an H100
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 
 
@@ -3678,41 +3665,15 @@ class Range(NamedTuple):
     below: float
 
     def __format__(self, _: str) -> str:
-        """Two columns of a recipe."""
-        return f"{figure(self.peak):>7} {figure(self.below):>9}"
+        """Two columns of a recipe, with three digits or more."""
+        peak, below = (
+            f"{x:,.{0 if x >= 999.5 else 1 if x >= 10 else 2 if x >= 1 else 3}f}" for x in self
+        )
+        return f"{peak:>7} {below:>9}"
 
 
-class Deployment(NamedTuple):
-    """A replica sized for its traffic: what its recipe calculates, in the same order."""
-
-    memory_gib: float  # of all its GPUs, as the runtime reports it
-    used_gib: float
-    weights_gib: float
-    rest_gib: float  # activations, CUDA graphs, communication: assumed, unless given
-    budget_gib: float  # what is left for KV
-    bytes_on_each: int  # KV of a token on one GPU
-    kv_per_token: int  # and on all of them
-    tokens: int  # that fit the budget
-    longest: int  # tokens that one sequence may have alone
-    resident: float  # tokens that a running sequence holds
-    fill_pool: float  # sequences that fill the pool, on average
-    fill_step: float  # sequences whose decode and prefill fill a step of 8,192 tokens
-    limit: str  # the lesser of the two
-    max_num_seqs: int  # with 5% of the pages kept free
-    cap: int  # max_num_seqs of an engine that cannot keep pages free
-    running: float  # sequences, with 5% kept free
-    prefill_tokens: float  # of prompts, in a mean step
-    held_tokens: float  # whose KV it reads
-    ridge: Range  # tokens a step from which computing takes longer than reading the weights
-    weights_ms: Range  # to read them
-    decode_ms: Range
-    prefill_ms: Range
-    kv_ms: Range
-    step_ms: Range
-    tokens_per_s: Range
-    requests_per_s: Range
-    per_user: Range  # tokens/s of one sequence
-    first_token_ms: Range  # of a mean prompt, on an idle server
+class Figures(SimpleNamespace):
+    """What was calculated, by name and in this order."""
 
 
 def size(
@@ -3726,7 +3687,7 @@ def size(
     dtype_bytes: float | None = None,
     utilization: float = UTILIZATION,
     rest_gib: float | None = None,
-) -> Deployment:
+) -> Figures:
     """Size a replica of `tp` cards for a model's config.json and (prompt, output) requests.
 
     `card` is a name in CARDS or (GiB, GB/s, dense TFLOP/s). `active_params` are those that a token
@@ -3737,7 +3698,8 @@ def size(
     The setting follows block 6: keep 5% of the pages free, and let as many run as fill the pool or
     the step. Where an engine cannot keep pages free, a cap of nine tenths of those that fill the
     pool. Most steps only decode, so a mean step takes step_seconds of decoding and its share of the
-    prompts' arithmetic: at the peak, and at 50% MFU and 80% of the bandwidth.
+    prompts' arithmetic: at the peak, and at 50% MFU and 80% of the bandwidth. vars() of the result
+    lists the figures.
 
     >>> llama = {"model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
     ...     "num_key_value_heads": 8, "hidden_size": 4096}
@@ -3749,56 +3711,61 @@ def size(
         raise ValueError(f"active_params is missing: config has {experts(config)}, and uses a few")
     if active_params is not None and active_params > n_params:
         raise ValueError(f"active_params = {active_params:g} is more than all {n_params:g}")
-    requests = list(requests)
-    resident = resident_tokens(requests)
+    requests, d = list(requests), Figures()
+    d.resident = resident_tokens(requests)  # tokens that a running sequence holds
 
-    memory, weights = tp * card.gib, n_params * weight_bytes / GIB
-    rest = tp * (REST_SHARE * card.gib if rest_gib is None else rest_gib)
-    budget = memory * utilization - weights - rest
-    if budget <= 0:
+    d.memory_gib = tp * card.gib  # of all GPUs, as the runtime reports it
+    d.used_gib = d.memory_gib * utilization
+    d.weights_gib = n_params * weight_bytes / GIB
+    d.rest_gib = tp * (REST_SHARE * card.gib if rest_gib is None else rest_gib)
+    d.budget_gib = d.used_gib - d.weights_gib - d.rest_gib  # what is left for KV
+    if d.budget_gib <= 0:
         raise ValueError(
-            f"no memory is left for KV: {memory:.2f} GiB x {utilization:g} - {weights:.2f} of"
-            f" weights of {weight_bytes:g} B (--weights) - {rest:.2f} for the rest = {budget:.2f}"
+            f"no memory is left for KV: {d.memory_gib:.2f} GiB x {utilization:g} -"
+            f" {d.weights_gib:.2f} of weights of {weight_bytes:g} B (--weights) -"
+            f" {d.rest_gib:.2f} for the rest = {d.budget_gib:.2f}"
         )
-    length = math.ceil(resident)  # where layers have a window, a longer sequence costs less a token
-    on_each = math.ceil(kv_bytes(config, length, dtype_bytes, tp) / length)
-    if not on_each:
+    length = math.ceil(d.resident)  # where layers have a window, a longer one costs less a token
+    d.bytes_on_each = math.ceil(kv_bytes(config, length, dtype_bytes, tp) / length)
+    if not d.bytes_on_each:
         raise ValueError("no layer keeps KV: its memory is never the limit")
-    kv_per_token = tp * on_each
-    tokens = budget_tokens(budget, kv_per_token)
-    longest, most = max(map(sum, requests)), longest_sequence(config, budget, dtype_bytes, tp)
-    if longest > most:
-        raise ValueError(f"a request of {longest:,} tokens never fits: {most:,} are the most")
+    d.kv_per_token = tp * d.bytes_on_each
+    d.tokens = budget_tokens(d.budget_gib, d.kv_per_token)  # that fit
+    d.longest = longest_sequence(config, d.budget_gib, dtype_bytes, tp)  # if it runs alone
+    if (longest := max(map(sum, requests))) > d.longest:
+        raise ValueError(f"a request of {longest:,} tokens never fits: {d.longest:,} are the most")
 
-    fill_pool, fill_step = tokens / resident, step_fills(requests, STEP_TOKENS)
-    running = max(1, min((1 - KEPT_FREE) * fill_pool, fill_step))
-    prompt, output = (sum(column) / len(requests) for column in zip(*requests))
-    prefill_tokens, held_tokens = running * prompt / output, running * resident
+    d.fill_pool = d.tokens / d.resident  # sequences, on average
+    d.fill_step = step_fills(requests, STEP_TOKENS)  # sequences, with the prefill of others
+    d.least = min(d.fill_pool, d.fill_step)
+    d.limit = "KV memory" if d.fill_pool == d.least else "the step"
+    d.max_num_seqs = math.ceil(d.least)  # with 5% of the pages kept free
+    d.cap = max(1, int(min(CAP * d.fill_pool, d.fill_step)))  # where no pages can be kept free
+    d.running = max(1, min((1 - KEPT_FREE) * d.fill_pool, d.fill_step))  # sequences
+    d.prompt, d.output = (sum(column) / len(requests) for column in zip(*requests))
+    d.prefill_tokens = d.running * d.prompt / d.output  # in a mean step
+    d.held_tokens = d.running * d.resident  # whose KV it reads
 
-    def pace(mfu: float, mbu: float) -> tuple[float, ...]:
+    def pace(mfu: float, mbu: float) -> Parts:
         speed: Parts = {
             "n_params": n_params, "active_params": active_params, "weight_bytes": weight_bytes,
             "flops_per_gpu": card.tflops * 1e12, "gb_per_s": card.gb_per_s, "mfu": mfu, "mbu": mbu,
         }  # fmt: skip
-        weights, decode, both, first = (
-            1000 * step_seconds(tokens, held, kv_per_token, tp=tp, **speed)
-            for tokens, held in ((0, 0), (running, 0), (running, held_tokens), (prompt, 0))
-        )
-        ridge = ridge_tokens(**speed)
-        prefill = weights * prefill_tokens / ridge
-        step = both + prefill
-        per_s = 1000 * running / step
-        return (
-            ridge, weights, decode, prefill, both - decode, step, per_s, per_s / output,
-            1000 / step, first,
-        )  # fmt: skip
+        seconds: Any = partial(step_seconds, kv_per_token=d.kv_per_token, tp=tp, **speed)
+        at = Figures(ridge=ridge_tokens(**speed))  # tokens a step
+        at.weights_ms = 1000 * seconds(0, 0)  # to read them
+        at.decode_ms = 1000 * seconds(d.running, 0)
+        at.prefill_ms = at.weights_ms * d.prefill_tokens / at.ridge
+        at.kv_ms = 1000 * seconds(d.running, d.held_tokens) - at.decode_ms
+        at.step_ms = at.decode_ms + at.prefill_ms + at.kv_ms
+        at.tokens_per_s = 1000 * d.running / at.step_ms
+        at.requests_per_s = at.tokens_per_s / d.output
+        at.per_user = 1000 / at.step_ms  # tokens/s of one sequence
+        at.first_token_ms = 1000 * seconds(d.prompt, 0)  # of a mean prompt, on an idle server
+        return vars(at)
 
-    return Deployment(
-        memory, memory * utilization, weights, rest, budget, on_each, kv_per_token, tokens, most,
-        resident, fill_pool, fill_step, "KV memory" if fill_pool <= fill_step else "the step",
-        math.ceil(min(fill_pool, fill_step)), max(1, int(min(CAP * fill_pool, fill_step))),
-        running, prefill_tokens, held_tokens, *map(Range, pace(1, 1), pace(0.5, 0.8)),
-    )  # fmt: skip
+    peak, below = pace(1, 1), pace(0.5, 0.8)
+    return Figures(**vars(d), **{name: Range(peak[name], below[name]) for name in peak})
 
 
 def longest_sequence(config: Config, budget: float, dtype_bytes: float | None, tp: int) -> int:
@@ -3810,10 +3777,9 @@ def longest_sequence(config: Config, budget: float, dtype_bytes: float | None, t
     values = budget * GIB / tp / (dtype_bytes or DTYPE)
     growing = sum(layer.values for layer in layers if layer.most == math.inf)
     windows = sum(layer.values * layer.most for layer in layers if layer.most < math.inf)
-    most = values / sum(layer.values for layer in layers)
-    if windows <= values:
-        most = max(most, (values - windows) / growing if growing else MANY)
-    return int(most) // 16 * 16
+    short = values / sum(layer.values for layer in layers)
+    long = (values - windows) / growing if growing else MANY if windows <= values else 0
+    return int(max(short, long)) // 16 * 16
 
 
 def experts(config: Config) -> str:
@@ -3843,14 +3809,6 @@ def card_of(name: str, value: Any) -> Card:
     return Card(*(number(f"{name} {unit}", *x, 10**6) for unit, x in least.items()))
 
 
-def bytes_in_words(config: Config, width: float, tp: int) -> str:
-    """How a token's bytes on one GPU come about, where all layers that keep some are alike."""
-    layers = layers_of(config, tp)
-    if len(set(layers)) == 1 and layers[0].most == math.inf:
-        return f"{len(layers)} layers x {layers[0].words} x {width:g} B"
-    return f"kv_bytes(config, tp={tp}), from its class"
-
-
 RECIPE = """\
   {card.gib:g} GiB as CUDA shows it, {card.gb_per_s:,g} GB/s, {card.tflops:g} TFLOP/s
   What is printed is rounded; tokens that fit and the cap are rounded down.
@@ -3868,7 +3826,7 @@ a token, in all | {tp} x {bytes_on_each:,} | {kv_per_token:,} B
 tokens that fit | {budget_gib:.2f} x 2^30 / {kv_per_token:,} | {tokens:,}
 a sequence holds | {prompt_and_half} + 16 / 2 | {resident:,.1f} tokens
 fill the pool | {tokens:,} / {resident:,.1f} | {fill_pool:,.1f} sequences
-fill a step | {STEP_TOKENS:,} / (1 + {prompt} / {output}) | {fill_step:,.1f} sequences
+fill a step | {STEP_TOKENS:,} / (1 + {prompt:,.6g} / {output:,.6g}) | {fill_step:,.1f} sequences
 the limit | the lesser of the two | {limit}
 
   THE SETTING (vLLM's options; enter all): --tensor-parallel-size {tp}
@@ -3879,7 +3837,7 @@ the limit | the lesser of the two | {limit}
 without watermark | the cap: {CAP} x {fill_pool:,.1f}{most} | {cap:,} sequences
 
 so there run | (1 - {KEPT_FREE}) x {fill_pool:,.1f}{most}{one} | {running:,.1f} sequences
-a step prefills | {running:,.1f} x {prompt} / {output} | {prefill_tokens:,.1f} tokens
+a step prefills | {running:,.1f} x {prompt:,.6g} / {output:,.6g} | {prefill_tokens:,.1f} tokens
 a step reads KV of | {running:,.1f} x {resident:,.1f} | {held_tokens:,.0f} tokens
 
                                                                       peak  50%, 80%
@@ -3890,29 +3848,31 @@ prefill, ms | read weights x {prefill_tokens:,.1f} / ridge | {prefill_ms}
 read KV, ms | {held_tokens:,.0f} x {kv_per_token:,} / ({tp} x {tb_per_s:g}e12) | {kv_ms}
 a step, ms | decode + prefill + read KV | {step_ms}
 tokens/s | 1,000 x {running:,.1f} / a step | {tokens_per_s}
-requests/s | tokens/s / {output} | {requests_per_s}
+requests/s | tokens/s / {output:,.6g} | {requests_per_s}
 tokens/s, a user | 1,000 / a step | {per_user}
-idle 1st token, ms | read weights x max(1, {prompt} / ridge) | {first_token_ms}
+idle 1st token, ms | read weights x max(1, {prompt:,.6g} / ridge) | {first_token_ms}
 """
 
 
-def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
+def recipe(model: str, config: Config, given: Parts, d: Figures) -> None:
     """Print how `d` = size(config, **given) comes about: a line for each number, its name first."""
-    tp, each, rest, n_params = (given[x] for x in ("tp", "weight_bytes", "rest_gib", "n_params"))
+    tp, rest, n_params = given["tp"], given["rest_gib"], given["n_params"]
+    layers = layers_of(config, tp)
+    uniform = len(set(layers)) == 1 and layers[0].most == math.inf
     active, width = given["active_params"] or n_params, given["dtype_bytes"] or DTYPE
-    prompt, output = (f"{sum(column) / len(column):,.6g}" for column in zip(*given["requests"]))
-    alike = len(set(given["requests"])) == 1
+    alike, longest = len(set(given["requests"])) == 1, max(map(sum, given["requests"]))
     context = decoder_of(config)[1].get("max_position_embeddings")
     if not isinstance(context, int) or not 1 < context < MANY:
         context = MANY
-    longest = max(map(sum, given["requests"]))
     figures: Parts = {
-        **globals(), **given, **d._asdict(), "prompt": prompt, "output": output,
+        **globals(), **given, **vars(d),
+        "token": f"{len(layers)} layers x {layers[0].words} x {width:g} B" if uniform
+        else f"kv_bytes(config, tp={tp}), from its class",
         "params": f"{n_params / 1e9:.6g}e9", "tb_per_s": given["card"].gb_per_s / 1000,
-        "token": bytes_in_words(config, width, tp), "least": min(d.fill_pool, d.fill_step),
         "rest": f"assumed | {d.memory_gib:.2f} x {REST_SHARE}" if rest is None
         else f"given | {tp} x {rest:g}",
-        "prompt_and_half": f"{prompt} + {output} / 2" if alike else "E[p x o + o^2 / 2] / E[o]",
+        "prompt_and_half": f"{d.prompt:,.6g} + {d.output:,.6g} / 2" if alike
+        else "E[p x o + o^2 / 2] / E[o]",
         "most": f", at most {d.fill_step:,.1f}" if d.limit == "the step" else "",
         "sparse": f" x {n_params / 1e9:.6g} / {active / 1e9:.6g}" if active != n_params else "",
         "one": ", at least 1" if d.running == 1 else "", "longest": min(context, d.longest),
@@ -3936,8 +3896,8 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
          " Yours prints the tokens that fit (vLLM: GPU KV cache size). Then --rest is"
          f" ({d.used_gib:.2f} - {d.weights_gib:.2f} - tokens x {d.kv_per_token:,} / 2^30) / {tp}."),
         (alike, "Where lengths differ, long answers stay longer, so sequences hold more: --trace."),
-        (each < DTYPE, "FLOP/s are those of 16 bits. If the engine computes in fewer, say so with"
-         " --card GIB,GB/S,TFLOP/S."),
+        (given["weight_bytes"] < DTYPE, "FLOP/s are those of 16 bits. If the engine computes in"
+         " fewer, say so with --card GIB,GB/S,TFLOP/S."),
         (active != n_params, "Steps are assumed to read all experts. A small batch reads fewer."),
         (d.kv_per_token > kv_bytes(config, 1, width) + tp, "GPUs hold copies of a latent or a KV"
          " head: as many tokens fit as one GPU holds. Attention in data parallel keeps each once."),
@@ -3948,62 +3908,45 @@ def recipe(model: str, config: Config, given: Parts, d: Deployment) -> None:
             say(note)
 
 
-def figure(result: float) -> str:
-    """Three digits or more."""
-    return f"{result:,.{0 if result >= 999.5 else 1 if result >= 10 else 2 if result >= 1 else 3}f}"
-
-
-class Traffic(NamedTuple):
-    """What pages are worth to requests of these lengths, on the lesson's own server."""
-
-    requests: int
-    prompt: float  # mean tokens
-    output: float
-    prompt_per_output: float
-    fill_pool: float  # sequences that fill the pool, on average
-    fill_step: float  # and a step of 8,192 tokens
-    least: float  # of these two and vLLM's 1,024
-    slots_per_s: float  # tokens/s with as many as 8,192-token slots hold
-    pages_per_s: float  # with pages, 5% kept free
-    worth: float  # how often pages make as many tokens/s as slots
-    again: float  # prefill computed again, over what is computed for the first time
-
-
-MAX_NUM_SEQS = 1024  # vLLM's, serving on an H100
-
-
-def traffic(requests: Iterable[tuple[int, int]]) -> Traffic:
+def traffic(requests: Iterable[tuple[int, int]]) -> Figures:
     """What pages are worth to these requests: the lesson's model, GPUs and 35,328 pages.
 
     Both servers prefill in the same steps, of 8,192 tokens at most. All requests wait from the
     start, in the order given; fewer than twice as many as run at once have no steady state.
     """
-    requests = list(requests)
-    tokens, n = budget_tokens(), len(requests)
-    fill_pool, fill_step = tokens / resident_tokens(requests), step_fills(requests, STEP_TOKENS)
+    requests, tokens, row = list(requests), budget_tokens(), Figures()
+    row.requests = len(requests)
+    row.fill_pool = tokens / resident_tokens(requests)  # sequences, on average
+    row.fill_step = step_fills(requests, STEP_TOKENS)
+    row.least = min(row.fill_pool, row.fill_step, MAX_NUM_SEQS)
+    row.prompt, row.output = (sum(column) / len(requests) for column in zip(*requests))
+    row.prompt_per_output = row.prompt / row.output
+
     server = partial(serve, requests, tokens // 16, max_batched_tokens=STEP_TOKENS)
-    slots = server(max_running=tokens // 8192).tokens_per_s
     pages = server(max_running=MAX_NUM_SEQS, watermark=KEPT_FREE)
-    prompts, outputs = map(sum, zip(*requests))
-    return Traffic(
-        n, prompts / n, outputs / n, prompts / outputs,
-        fill_pool, fill_step, min(fill_pool, fill_step, MAX_NUM_SEQS),
-        slots, pages.tokens_per_s, pages.tokens_per_s / slots if slots else math.nan, pages.again,
-    )  # fmt: skip
+    row.slots_per_s = server(max_running=tokens // 8192).tokens_per_s
+    row.pages_per_s, row.again = pages.tokens_per_s, pages.again
+    row.worth = row.pages_per_s / row.slots_per_s if row.slots_per_s else math.nan
+    return row
 
 
-def traffic_table(row: Traffic) -> None:
-    """Print a row of real traffic under its heading."""
-    headings = """\
+TRAFFIC = """
             mean tokens          sequences that fill    tokens/s with
-  requests prompt output ratio   pool   step  least  slots  pages worth  again"""
-    form = "{:>10,}{:>7,.0f}{:>7,.0f}{:>6.1f}" + "{:>7,.0f}" * 5 + "{:>5.2f}x{:>7.1%}"
-    print(table(headings, form, [row]))
-    say(
-        f"""The pool is {budget_tokens():,} tokens, a step {STEP_TOKENS:,}; the least is of these
-        two and the {MAX_NUM_SEQS:,} that vLLM runs. {budget_tokens() // 8192} run in slots of 8,192
-        tokens; pages keep {KEPT_FREE:.0%} free. Again: prefill that preempted sequences repeat."""
-    )
+  requests prompt output ratio   pool   step  least  slots  pages worth  again
+{requests:>10,}{prompt:>7,.0f}{output:>7,.0f}{prompt_per_output:>6.1f}\
+{fill_pool:>7,.0f}{fill_step:>7,.0f}{least:>7,.0f}{slots_per_s:>7,.0f}{pages_per_s:>7,.0f}\
+{worth:>5.2f}x{again:>7.1%}
+
+The pool is {tokens:,} tokens, a step {STEP_TOKENS:,}; the least is of these two and the
+{MAX_NUM_SEQS:,} that vLLM runs. {slots} run in slots of 8,192 tokens; pages keep {KEPT_FREE:.0%}
+free. Again: prefill that preempted sequences repeat.
+"""
+
+
+def traffic_table(row: Figures) -> None:
+    """Print a row of real traffic under its heading."""
+    tokens = budget_tokens()
+    tell(TRAFFIC, {**vars(row), "tokens": tokens, "slots": tokens // 8192})
     if row.requests < 2 * row.least:
         say("So few requests have no steady state: take more before you believe the tokens/s.")
 
@@ -4036,16 +3979,13 @@ def requests_at(path: str) -> list[tuple[int, int]]:
 def deploy(mode: argparse.Namespace, config: Config, s: Parts) -> None:
     """Size the deployment that the command line describes, and print the recipe."""
     many = experts(mapping("config", config))
+    lengths = mode.trace is not None or (mode.prompt and mode.output)
     asked = {
-        "--params N": mode.params,
-        "--gpus N": mode.gpus,
-        "--card NAME": mode.card,
-        "--prompt N and --output N, or --trace FILE": mode.output
-        if mode.trace is None and mode.prompt is not None
-        else mode.trace,
-        f"--active N (parameters that a token uses: {many})": mode.active if many else "",
-    }
-    missing = [option for option, value in asked.items() if value is None]
+        "--params N": mode.params, "--gpus N": mode.gpus, "--card NAME": mode.card,
+        "--prompt N and --output N, or --trace FILE": lengths,
+        f"--active N (parameters that a token uses: {many})": mode.active or not many,
+    }  # fmt: skip
+    missing = [option for option, given in asked.items() if not given]
     if missing:
         raise UsageError(f"to size a deployment, add {'; '.join(missing)}")
     given = {
