@@ -3592,7 +3592,10 @@ def config_at(path: str) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(contents("--model", path, 2**24))
     except (MemoryError, RecursionError):
         raise UsageError(f"--model {path}: too large or nested too deeply") from None
-    except ValueError as error:  # no JSON, no text, or a number of too many digits
+    except json.JSONDecodeError as error:  # in words that are the same in every Python
+        where = f"line {error.lineno} column {error.colno}"
+        raise UsageError(f"--model {path}: not JSON: wrong at {where}") from None
+    except ValueError as error:  # no text, or a number of too many digits
         raise UsageError(f"--model {path}: not JSON: {error}") from None
     return config
 
@@ -3811,7 +3814,7 @@ def card_of(name: str, value: Any) -> Card:
 
 RECIPE = """\
   {card.gib:g} GiB as CUDA shows it, {card.gb_per_s:,g} GB/s, {card.tflops:g} TFLOP/s
-  What is printed is rounded; tokens that fit and the cap are rounded down.
+  Figures are rounded, tokens that fit and the cap without watermark down.
   A sequence holds its prompt, half its answer on average, half a page of 16.
   A step computes 1 token for it, and prompt / answer to prefill the next one.
   A token costs 2 FLOP for each parameter that it uses.
@@ -3891,9 +3894,9 @@ def recipe(model: str, config: Config, given: Parts, d: Figures) -> None:
         (d.fill_pool < 100, "Below 100 sequences the cap of an engine without a watermark loses up"
          " to a tenth of the tokens/s."),
         (rest is None, "The rest (activations, CUDA graphs, communication) is assumed:"
-         f" {REST_SHARE:.0%} of what is shown, as in block 1. In engines' logs it is 0.4 to 8 GiB"
-         f" a GPU. A GiB more on each costs {GIB / d.bytes_on_each / d.resident:.1f} sequences."
-         " Yours prints the tokens that fit (vLLM: GPU KV cache size). Then --rest is"
+         f" {REST_SHARE:.0%} of what is shown, about as in block 1. In engines' logs it is 0.4 to 8"
+         f" GiB a GPU. A GiB more on each costs {GIB / d.bytes_on_each / d.resident:.1f} sequences."
+         " Your engine prints the tokens that fit (vLLM: GPU KV cache size). Then --rest is"
          f" ({d.used_gib:.2f} - {d.weights_gib:.2f} - tokens x {d.kv_per_token:,} / 2^30) / {tp}."),
         (alike, "Where lengths differ, long answers stay longer, so sequences hold more: --trace."),
         (given["weight_bytes"] < DTYPE, "FLOP/s are those of 16 bits. If the engine computes in"
