@@ -439,7 +439,7 @@ class PagePool:
         self.pages = pages
         self.page_tokens = page_tokens
         self.free_list = list(reversed(range(pages)))  # a stack: pages are taken off its end
-        self.sharers = [0] * pages  # other block tables that hold a page besides the first
+        self.sharers = [0] * pages  # by page: in how many tables it stands besides the first
 
     def allocate(self, tokens: int) -> Sequence:
         """A new sequence of `tokens` tokens, on pages of its own; or OutOfPages."""
@@ -474,7 +474,7 @@ class PagePool:
         table, shared = sequence.table, 0
         for page in table:
             if not self.sharers[page]:
-                break  # shared pages are the first of a table: from here on none is
+                break  # forks share the first pages of a table: from here on none is shared
             self.sharers[page] -= 1
             shared += 1
         own = table[shared:]
