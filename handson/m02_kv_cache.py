@@ -4078,11 +4078,10 @@ GUESS = re.compile(rf"[~\s]*({FACTOR}(?:\s*[*x\u00d7]\s*{FACTOR})*)\s*(.*)")
 CLOSE = 1 / 0.95  # times too high or too low: 160 KB means 160 KiB
 
 
-def questions(s: Parts) -> list[tuple[int, str, str, dict[float, str]]]:
-    """The quiz, answered by the mechanisms in `s`.
+def questions(s: Parts) -> list[tuple[Any, ...]]:
+    """The quiz: each question's block, an example of a guess, a text, and figures with remarks.
 
-    A question is the block that explains it, an example of a guess, a text, and figures with what
-    is said of each: first the answer, then where wrong turns lead.
+    The first figure is the answer by the mechanisms in `s`, and the others are wrong turns.
     """
     requests = s["seq_lengths"](4000)
     token = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
@@ -4093,57 +4092,37 @@ def questions(s: Parts) -> list[tuple[int, str, str, dict[float, str]]]:
     counted = s["break_even"](attention=True, prefix=131_072)
     lost_v = "That is one vector a head, but K and V are both kept."
     return [
-        (
-            1, "2*50 KB", f"""How many bytes of KV does one token of a 70B model hold? ({LAYERS}
-            layers, {Q_HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM} values, fp16)""",
-            {
-                token: f"A token holds {token:,} B = {token // 1024} KiB.",
-                token / LAYERS: "That is one layer of it.",
-                token / 2: lost_v,
-                token * 2: "A value in fp16 takes 2 bytes.",
-                token * Q_HEADS / KV_HEADS: "That counts query heads; only KV heads keep anything.",
-            },
-        ),
-        (
-            1, "50%", f"""Four H100s hold that model and have {KV_BUDGET_GIB} GiB left for KV. What
-            share of it does one request of 128k tokens take?""",
-            {share: f"128k tokens take {share:.1%} of the memory for KV.", share / 2: lost_v},
-        ),
-        (
-            2, "50%", """Chat: prompts and answers of any length, most of them short. If every
-            sequence reserves 8,192 tokens, what share of that memory is never used? (Just guess.)
-            """,
-            {
-                waste: f"Reserving 8,192 tokens wastes {waste:.1%}.",
-                1 - waste: "That is what is used.",
-            },
-        ),
-        (
-            3, "3x", "By what factor does the batch grow with pages of 16 tokens instead?",
-            {growth: f"The batch grows {growth:.1f}x: {slots.batch} -> {pages.batch}."},
-        ),
-        (
-            4, "50%", """64 chats share a prefix of 4,096 tokens, and each adds a prompt and an
-            answer of its own. What share of their KV goes away if the prefix is stored once?""",
-            {
-                saved: f"Sharing saves {saved:.1%} on average.",
-                63 / 64: "That is of the prefixes alone.",
-                1 - saved: "That is what stays.",
-            },
-        ),
-        (
-            5, "50 GB/s", f"""From how many GB/s on is it faster to load a prefix's KV than to
-            compute it again, on 4 GPUs of {DENSE_FLOPS_PER_GPU / 1e12} TFLOP/s at 2 FLOP per
-            parameter and token?""",
-            {
-                bar: f"""Loading wins from {bar:.2f} GB/s on, whatever the length. If attention is
-                counted, it wins from {counted:.2f} GB/s on at 131,072 tokens.""",
-                bar / 4: "That is for one GPU; four compute four times as fast.",
-                bar / 2: lost_v,
-                bar * 2: "That counts one FLOP per parameter and token.",
-                bar * 8: "That is in Gbit/s.",
-            },
-        ),
+        (1, "2*50 KB", f"""How many bytes of KV does one token of a 70B model hold? ({LAYERS}
+         layers, {Q_HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM} values, fp16)""",
+         (token, f"A token holds {token:,} B = {token // 1024} KiB."),
+         (token / LAYERS, "That is one layer of it."),
+         (token / 2, lost_v),
+         (token * 2, "A value in fp16 takes 2 bytes."),
+         (token * Q_HEADS / KV_HEADS, "That counts query heads; only KV heads keep anything.")),
+        (1, "50%", f"""Four H100s hold that model and have {KV_BUDGET_GIB} GiB left for KV. What
+         share of it does one request of 128k tokens take?""",
+         (share, f"128k tokens take {share:.1%} of the memory for KV."),
+         (share / 2, lost_v)),
+        (2, "50%", """Chat: prompts and answers of any length, most of them short. If every
+         sequence reserves 8,192 tokens, what share of that memory is never used? (Just guess.)""",
+         (waste, f"Reserving 8,192 tokens wastes {waste:.1%}."),
+         (1 - waste, "That is what is used.")),
+        (3, "3x", "By what factor does the batch grow with pages of 16 tokens instead?",
+         (growth, f"The batch grows {growth:.1f}x: {slots.batch} -> {pages.batch}.")),
+        (4, "50%", """64 chats share a prefix of 4,096 tokens, and each adds a prompt and an answer
+         of its own. What share of their KV goes away if the prefix is stored once?""",
+         (saved, f"Sharing saves {saved:.1%} on average."),
+         (63 / 64, "That is of the prefixes alone."),
+         (1 - saved, "That is what stays.")),
+        (5, "50 GB/s", f"""From how many GB/s on is it faster to load a prefix's KV than to compute
+         it again, on 4 GPUs of {DENSE_FLOPS_PER_GPU / 1e12} TFLOP/s at 2 FLOP per parameter and
+         token?""",
+         (bar, f"""Loading wins from {bar:.2f} GB/s on, whatever the length. If attention is
+         counted, it wins from {counted:.2f} GB/s on at 131,072 tokens."""),
+         (bar / 4, "That is for one GPU; four compute four times as fast."),
+         (bar / 2, lost_v),
+         (bar * 2, "That counts one FLOP per parameter and token."),
+         (bar * 8, "That is in Gbit/s.")),
     ]  # fmt: skip
 
 
@@ -4182,15 +4161,17 @@ def times_off(guess: float, figure: float) -> float:
     return max(guess, figure) / min(guess, figure) if guess else math.inf
 
 
-def judged(guess: float, figures: dict[float, str]) -> tuple[float, str]:
-    """How many times off a guess is, and a remark: what is wrong with it, where that is known."""
-    answer, *turns = figures
+def judged(guess: float | None, figures: list[tuple[float, str]]) -> tuple[float, str]:
+    """How many times off a guess is (0.0: no guess), and what to say of it."""
+    (answer, fact), *turns = figures
+    if guess is None:
+        return 0.0, f"No guess. {fact}"
     off = times_off(guess, answer)
     if off <= CLOSE:
-        return off, "Spot on."
+        return off, f"Spot on. {fact}"
     size, direction = f"{off:.2f}x" if off < 1000 else "far", "high" if guess > answer else "low"
-    hints = [figures[figure] for figure in turns if times_off(guess, figure) <= CLOSE]
-    return off, " ".join([f"You are {size} too {direction}.", *hints])
+    hints = [hint for figure, hint in turns if times_off(guess, figure) <= CLOSE]
+    return off, " ".join([f"You are {size} too {direction}.", *hints, fact])
 
 
 def predict(s: Parts) -> int:
@@ -4204,11 +4185,10 @@ def predict(s: Parts) -> int:
         sys.stdin.reconfigure(errors="replace")  # a stray byte is no reason to stop
     print(f"  Guess {len(quiz)} numbers before you read. Press Enter to skip one.\n")
     try:
-        for i, (block, example, text, figures) in enumerate(quiz, 1):
+        for i, (block, example, text, *figures) in enumerate(quiz, 1):
             print(wrapped(text, f"  {i}. "))
-            guess = ask(example)
-            off, said = (0.0, "No guess.") if guess is None else judged(guess, figures)
-            print(wrapped(f"{said} {next(iter(figures.values()))}", "     "), end="\n\n")
+            off, said = judged(ask(example), figures)
+            print(wrapped(said, "     "), end="\n\n")
             misses.append((off, i, block))
     except (EOFError, KeyboardInterrupt) as end:
         status = 130 if isinstance(end, KeyboardInterrupt) else 0
@@ -4295,8 +4275,7 @@ def pairs(name: str, requests: Any) -> Iterator[tuple[int, int]]:
     try:
         return map(pair, count(), requests)
     except TypeError:
-        message = f"{name} must be (prompt, output) pairs, not {shown(requests)}"
-        raise TypeError(message) from None
+        raise TypeError(f"{name} must be (prompt, output) pairs, not {shown(requests)}") from None
 
 
 def pair(i: int, request: Any) -> tuple[int, int]:
@@ -4317,15 +4296,12 @@ def servable(
     requests: Iterable[tuple[int, int]], pages: int, page_tokens: int
 ) -> list[tuple[int, int]]:
     """The requests, if each has a prompt and an output and fits the pool."""
-    lengths, room = list(requests), pages * page_tokens
+    lengths, pool = list(requests), f"{pages:,} pages of {page_tokens:,}"
     for i, (prompt, output) in enumerate(lengths):
-        if prompt < 1 or output < 1 or prompt + output > room:
+        if prompt < 1 or output < 1 or prompt + output > pages * page_tokens:
             whole(f"requests[{i}] prompt", prompt, 1)
             whole(f"requests[{i}] output", output, 1)
-            raise ValueError(
-                f"requests[{i}] of {prompt + output:,} tokens never fits"
-                f" {pages:,} pages of {page_tokens:,}"
-            )
+            raise ValueError(f"requests[{i}] of {prompt + output:,} tokens never fits {pool}")
     return lengths
 
 
@@ -4336,8 +4312,7 @@ def some_output(tokens: float) -> float:
     return tokens
 
 
-# What an argument must be follows from the type of its parameter; where that allows None, it may be
-# None too.
+# What an argument must be follows from the type of its parameter.
 TYPES: dict[str, Callable[..., Any]] = {
     "int": whole, "float": number, "bool": truth, "Iterable[tuple[int, int]]": pairs,
     "Callable[[float, float], float]": clock, "Config": mapping, "Card": card_of,
@@ -4563,13 +4538,12 @@ def run(mode: argparse.Namespace) -> int:
             told = str(error).replace("tp =", "--gpus =").replace("active_params =", "--active =")
             raise UsageError(f"--model {mode.model}: {told}") from None
     elif mode.trace is not None:
-        requests = requests_at(mode.trace)
         try:
-            row = traffic(requests)
+            row = traffic(requests_at(mode.trace))
+            if not row.slots_per_s or not row.pages_per_s:
+                raise ValueError("too few requests: nobody waits for long")
         except ValueError as error:
             raise UsageError(f"--trace {mode.trace}: {error}") from None
-        if not row.slots_per_s or not row.pages_per_s:
-            raise UsageError(f"--trace {mode.trace}: too few requests: nobody waits for long")
         print(f"  {ascii_line(mode.trace)} on 4 x H100, a 70B model, 35,328 pages of 16 tokens\n")
         traffic_table(row)
     elif mode.block:
