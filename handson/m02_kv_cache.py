@@ -4169,7 +4169,8 @@ def judged(guess: float | None, figures: list[tuple[float, str]]) -> tuple[float
     off = times_off(guess, answer)
     if off <= CLOSE:
         return off, f"Spot on. {fact}"
-    size, direction = f"{off:.2f}x" if off < 1000 else "far", "high" if guess > answer else "low"
+    size = f"{off:.2f}x" if off < 1000 else "far"
+    direction = "high" if guess > answer else "low"
     hints = [hint for figure, hint in turns if times_off(guess, figure) <= CLOSE]
     return off, " ".join([f"You are {size} too {direction}.", *hints, fact])
 
@@ -4248,26 +4249,21 @@ def number(name: str, value: Any, least: float = TINY, most: float = HUGE) -> fl
     return cast(float, bounded(name, value, least, most, "number", float))
 
 
-def truth(name: str, value: Any) -> bool:
-    """`value` if it is True or False, otherwise TypeError."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {shown(value)}")
+def of_kind(kind: Any, words: str, name: str, value: Any) -> Any:
+    """`value` if it is of that kind, otherwise TypeError."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {words}, not {shown(value)}")
     return value
 
 
-def mapping(name: str, value: Any) -> Mapping[str, Any]:
-    """`value` if it is a dict or the like, otherwise TypeError."""
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dict, not {shown(value)}")
-    return value
+truth = partial(of_kind, bool, "True or False")
+mapping = partial(of_kind, Mapping, "a dict")
 
 
 def clock(name: str, value: Any) -> Callable[[float, float], float]:
     """`value` if it can be called, otherwise TypeError; what it returns is checked too."""
-    if not callable(value):
-        raise TypeError(f"{name} must be a function, not {shown(value)}")
-    returned = f"what {name} returns"
-    return lambda tokens, held_tokens: number(returned, value(tokens, held_tokens))
+    function, returned = of_kind(Callable, "a function", name, value), f"what {name} returns"
+    return lambda tokens, held_tokens: number(returned, function(tokens, held_tokens))
 
 
 def pairs(name: str, requests: Any) -> Iterator[tuple[int, int]]:
@@ -4593,14 +4589,15 @@ def main(argv: list[str] | None = None) -> int:
             status = 130
         flush()
     except KeyboardInterrupt:  # while the last lines were written
-        status = 130
         write_off(sys.stdout)
+        status = 130
+    except BrokenPipeError:  # whoever read has seen enough
+        write_off(sys.stdout)
+        status = status or 141
     except OSError as error:
         write_off(sys.stdout)
-        if isinstance(error, BrokenPipeError):  # whoever read has seen enough
-            return status or 141
         complain(f"cannot write the output: {error.strerror}")
-        return status or 1
+        status = status or 1
     return status
 
 
