@@ -4220,12 +4220,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def bounded(
-    name: str, value: Any, least: float, most: float, kind: str, convert: Callable[[Any], Any]
-) -> Any:
+def bounded(name: str, value: Any, least: float, most: float, kind: str, convert: Any) -> Any:
     """`value`, converted and in bounds, or an error that names the parameter and the value."""
-    if value.__class__ in (int, convert) and least <= value <= most:
-        return value  # as nearly always: this costs next to nothing
     try:
         if isinstance(value, (bool, str, bytes, bytearray)):
             raise TypeError
@@ -4241,11 +4237,15 @@ def bounded(
 
 def whole(name: str, value: Any, least: int = 0, most: int = MANY) -> int:
     """`value` as an int in [least, most]; TypeError or ValueError if it is none."""
+    if value.__class__ is int and least <= value <= most:
+        return cast(int, value)  # as nearly always: this costs next to nothing
     return int(bounded(name, value, least, most, "whole number", operator.index))
 
 
 def number(name: str, value: Any, least: float = TINY, most: float = HUGE) -> float:
     """`value` as a float or an int in [least, most]; TypeError or ValueError if it is none."""
+    if value.__class__ in (float, int) and least <= value <= most:
+        return cast(float, value)
     return cast(float, bounded(name, value, least, most, "number", float))
 
 
@@ -4506,10 +4506,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"argument --{options[0]}: only with --model FILE")
     if mode.model == mode.trace == "-":
         parser.error("argument --trace: not - too, which --model reads")
-    for name, others in (("budget", SIZING), ("trace", ["prompt", "output"])):
-        clashes = [other for other in others if name in given and other in given]
-        if clashes:
-            parser.error(f"argument --{name}: not with --{clashes[0]}")
+    for name, other in (*product(["budget"], SIZING), ("trace", "prompt"), ("trace", "output")):
+        if name in given and other in given:
+            parser.error(f"argument --{name}: not with --{other}")
     return mode
 
 
