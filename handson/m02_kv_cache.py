@@ -4065,7 +4065,7 @@ def deploy(mode: argparse.Namespace, config: Config, s: Parts) -> None:
 
 # --------------------------------------------------------------------------------------- predict
 
-# What a guess may look like, and how much of the answer's unit each unit is that it may be in.
+# By an example of a guess: the units that it may be in, as parts of the answer's unit.
 UNITS: dict[str, dict[str, float]] = {
     "2*50 KB": {"": 1, "b": 1, "bytes": 1, "kb": 1e3, "mb": 1e6, "k": 2**10, "kib": 2**10,
                 "mib": 2**20},
