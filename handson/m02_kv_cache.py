@@ -4206,7 +4206,6 @@ def predict(s: Parts) -> int:
 
 # -------------------------------------------------------------------------------------- arguments
 
-
 MANY = 2 * 10**18  # more than anybody counts here: 1e9 GiB have fewer bytes
 TINY, HUGE = 1e-30, 1e30  # and less and more than anybody measures
 
@@ -4262,8 +4261,8 @@ mapping = partial(of_kind, Mapping, "a dict")
 
 def clock(name: str, value: Any) -> Callable[[float, float], float]:
     """`value` if it can be called, otherwise TypeError; what it returns is checked too."""
-    function, returned = of_kind(Callable, "a function", name, value), f"what {name} returns"
-    return lambda tokens, held_tokens: number(returned, function(tokens, held_tokens))
+    returned, seconds = f"what {name} returns", of_kind(Callable, "a function", name, value)
+    return lambda tokens, held_tokens: number(returned, seconds(tokens, held_tokens))
 
 
 def pairs(name: str, requests: Any) -> Iterator[tuple[int, int]]:
