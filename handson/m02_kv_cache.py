@@ -4003,85 +4003,64 @@ def deploy(mode: argparse.Namespace, config: Config, s: Parts) -> None:
 
 # --------------------------------------------------------------------------------------- predict
 
-SIZES = {"": 1, "b": 1, "bytes": 1, "kb": 1e3, "mb": 1e6, "k": 2**10, "kib": 2**10, "mib": 2**20}
-SHARES = {"": 1, "%": 0.01, "percent": 0.01}
-FACTORS = {"": 1, "x": 1, "times": 1}
-RATES = {"": 1, "gb/s": 1, "mb/s": 1e-3, "tb/s": 1e3, "gib/s": 2**30 / 1e9, "Gb/s": 0.125}
+# By an example of a guess: the units that it may be in, as parts of the answer's unit.
+UNITS: dict[str, dict[str, float]] = {
+    "2*50 KB": {"": 1, "b": 1, "bytes": 1, "kb": 1e3, "mb": 1e6, "k": 2**10, "kib": 2**10,
+                "mib": 2**20},
+    "50%": {"": 1, "%": 0.01, "percent": 0.01},
+    "3x": {"": 1, "x": 1, "times": 1},
+    "50 GB/s": {"": 1, "gb/s": 1, "mb/s": 1e-3, "tb/s": 1e3, "gib/s": GIB / 1e9, "Gb/s": 0.125},
+}  # fmt: skip
 FACTOR = r"(?:[0-9]+(?:[,_][0-9]{3})*(?:\.[0-9]*)?|\.[0-9]+)"
 GUESS = re.compile(rf"[~\s]*({FACTOR}(?:\s*[*x\u00d7]\s*{FACTOR})*)\s*(.*)")
 CLOSE = 1 / 0.95  # times too high or too low: 160 KB means 160 KiB
 
 
-class Question(NamedTuple):
-    """A number to guess before reading, with the mechanism's answer."""
+def questions(s: Parts) -> list[tuple[Any, ...]]:
+    """The quiz: each question's block, an example of a guess, a text, and figures with remarks.
 
-    block: int  # where it is explained
-    units: Mapping[str, float]  # what a guess may be in, and how much of the answer's unit that is
-    example: str  # of a guess
-    answer: float
-    text: str
-    fact: str  # the answer as a sentence
-    turns: dict[float, str]  # where a wrong turn leads, and what is wrong with it
-
-
-def questions(s: Parts) -> list[Question]:
-    """The questions of the quiz, answered by the mechanisms in `s`."""
+    The first figure is the answer by the mechanisms in `s`, and the others are wrong turns.
+    """
     requests = s["seq_lengths"](4000)
     token = s["kv_bytes_per_token"](LAYERS, KV_HEADS, HEAD_DIM, DTYPE)
     share = s["budget_share"](s["kv_gib"](131_072))
     slots, pages = s["contiguous"](requests, 8192), s["paged"](requests, 16)
-    wasted, growth = slots.waste, pages.batch / slots.batch
+    waste, growth = slots.waste, pages.batch / slots.batch
     saved, bar = s["expected_saving"](64, 4096), s["break_even"]()
     counted = s["break_even"](attention=True, prefix=131_072)
     lost_v = "That is one vector a head, but K and V are both kept."
     return [
-        Question(
-            1, SIZES, "2*50 KB", token,
-            f"""How many bytes of KV does one token of a 70B model hold? ({LAYERS} layers,
-            {Q_HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM} values, fp16)""",
-            f"A token holds {token:,} B = {token // 1024} KiB.",
-            {
-                token / LAYERS: "That is one layer of it.", token / 2: lost_v,
-                token * 2: "A value in fp16 takes 2 bytes.",
-                token * Q_HEADS / KV_HEADS: "That counts query heads; only KV heads keep anything.",
-            },
-        ),
-        Question(
-            1, SHARES, "50%", share,
-            f"""Four H100s hold that model and have {KV_BUDGET_GIB} GiB left for KV. What share of
-            it does one request of 128k tokens take?""",
-            f"128k tokens take {share:.1%} of the memory for KV.", {share / 2: lost_v},
-        ),
-        Question(
-            2, SHARES, "50%", wasted,
-            """Chat: prompts and answers of any length, most of them short. If every sequence
-            reserves 8,192 tokens, what share of that memory is never used? (Just guess.)""",
-            f"Reserving 8,192 tokens wastes {wasted:.1%}.", {1 - wasted: "That is what is used."},
-        ),
-        Question(
-            3, FACTORS, "3x", growth,
-            "By what factor does the batch grow with pages of 16 tokens instead?",
-            f"The batch grows {growth:.1f}x: {slots.batch} -> {pages.batch}.", {},
-        ),
-        Question(
-            4, SHARES, "50%", saved,
-            """64 chats share a prefix of 4,096 tokens, and each adds a prompt and an answer of its
-            own. What share of their KV goes away if the prefix is stored once?""",
-            f"Sharing saves {saved:.1%} on average.",
-            {63 / 64: "That is of the prefixes alone.", 1 - saved: "That is what stays."},
-        ),
-        Question(
-            5, RATES, "50 GB/s", bar,
-            f"""From how many GB/s on is it faster to load a prefix's KV than to compute it again,
-            on 4 GPUs of {DENSE_FLOPS_PER_GPU / 1e12} TFLOP/s at 2 FLOP per parameter and token?""",
-            f"""Loading wins from {bar:.2f} GB/s on, whatever the length. If attention is counted,
-            it wins from {counted:.2f} GB/s on at 131,072 tokens.""",
-            {
-                bar / 4: "That is for one GPU; four compute four times as fast.", bar / 2: lost_v,
-                bar * 2: "That counts one FLOP per parameter and token.",
-                bar * 8: "That is in Gbit/s.",
-            },
-        ),
+        (1, "2*50 KB", f"""How many bytes of KV does one token of a 70B model hold? ({LAYERS}
+         layers, {Q_HEADS} query heads, {KV_HEADS} KV heads of {HEAD_DIM} values, fp16)""",
+         (token, f"A token holds {token:,} B = {token // 1024} KiB."),
+         (token / LAYERS, "That is one layer of it."),
+         (token / 2, lost_v),
+         (token * 2, "A value in fp16 takes 2 bytes."),
+         (token * Q_HEADS / KV_HEADS, "That counts query heads; only KV heads keep anything.")),
+        (1, "50%", f"""Four H100s hold that model and have {KV_BUDGET_GIB} GiB left for KV. What
+         share of it does one request of 128k tokens take?""",
+         (share, f"128k tokens take {share:.1%} of the memory for KV."),
+         (share / 2, lost_v)),
+        (2, "50%", """Chat: prompts and answers of any length, most of them short. If every
+         sequence reserves 8,192 tokens, what share of that memory is never used? (Just guess.)""",
+         (waste, f"Reserving 8,192 tokens wastes {waste:.1%}."),
+         (1 - waste, "That is what is used.")),
+        (3, "3x", "By what factor does the batch grow with pages of 16 tokens instead?",
+         (growth, f"The batch grows {growth:.1f}x: {slots.batch} -> {pages.batch}.")),
+        (4, "50%", """64 chats share a prefix of 4,096 tokens, and each adds a prompt and an answer
+         of its own. What share of their KV goes away if the prefix is stored once?""",
+         (saved, f"Sharing saves {saved:.1%} on average."),
+         (63 / 64, "That is of the prefixes alone."),
+         (1 - saved, "That is what stays.")),
+        (5, "50 GB/s", f"""From how many GB/s on is it faster to load a prefix's KV than to compute
+         it again, on 4 GPUs of {DENSE_FLOPS_PER_GPU / 1e12} TFLOP/s at 2 FLOP per parameter and
+         token?""",
+         (bar, f"""Loading wins from {bar:.2f} GB/s on, whatever the length. If attention is
+         counted, it wins from {counted:.2f} GB/s on at 131,072 tokens."""),
+         (bar / 4, "That is for one GPU; four compute four times as fast."),
+         (bar / 2, lost_v),
+         (bar * 2, "That counts one FLOP per parameter and token."),
+         (bar * 8, "That is in Gbit/s.")),
     ]  # fmt: skip
 
 
@@ -4092,31 +4071,27 @@ def guess_of(typed: str, units: Mapping[str, float]) -> float | None:
         return None
     factors, unit = re.findall(FACTOR, found[1]), found[2]
     guess = math.prod(float(factor.replace(",", "")) for factor in factors)
-    if units is SHARES and not unit and guess >= 1:  # 23 is 23%, and so is 0.23
+    if "%" in units and not unit and guess >= 1:  # 23 is 23%, and so is 0.23
         unit = "%"
     guess *= units.get(unit) or units.get(unit.lower()) or math.nan
     return guess if math.isfinite(guess) else None
 
 
-def ask(question: Question) -> float | None:
-    """The guess that is typed (None: none), or EOFError at the end of the input.
-
-    What cannot be read is asked for once more, with an example.
-    """
-    for prompt in ("your guess", f"I cannot read that. Once more, like {question.example}"):
+def ask(example: str) -> float | None:
+    """The guess that is typed, asked for twice if need be (None: no guess); EOFError at the end."""
+    for prompt in ("your guess", f"I cannot read that. Once more, like {example}"):
         print(f"     {prompt}: ", end="", flush=True)
-        try:
-            typed = sys.stdin.readline()
-        except (AttributeError, OSError, ValueError):  # no input, or a terminal that has gone
-            typed = ""
+        typed = ""
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            typed = sys.stdin.readline()  # unless there is no input, or its terminal has gone
         if not typed:
             raise EOFError
         if not sys.stdin.isatty():
             print(ascii_line(typed)[:30])
-        guess = guess_of(typed, question.units)
+        guess = guess_of(typed, UNITS[example])
         if guess is not None or not typed.strip():
-            return guess
-    return None
+            break
+    return guess
 
 
 def times_off(guess: float, figure: float) -> float:
@@ -4124,17 +4099,18 @@ def times_off(guess: float, figure: float) -> float:
     return max(guess, figure) / min(guess, figure) if guess else math.inf
 
 
-def remark(guess: float | None, question: Question) -> str:
-    """How far off a guess is, and what is wrong with it where that is known."""
+def judged(guess: float | None, figures: list[tuple[float, str]]) -> tuple[float, str]:
+    """How many times off a guess is (0.0: no guess), and what to say of it."""
+    (answer, fact), *turns = figures
     if guess is None:
-        return "No guess."
-    off = times_off(guess, question.answer)
+        return 0.0, f"No guess. {fact}"
+    off = times_off(guess, answer)
     if off <= CLOSE:
-        return "Spot on."
+        return off, f"Spot on. {fact}"
     size = f"{off:.2f}x" if off < 1000 else "far"
-    direction = "high" if guess > question.answer else "low"
-    hints = [hint for figure, hint in question.turns.items() if times_off(guess, figure) <= CLOSE]
-    return " ".join([f"You are {size} too {direction}.", *hints])
+    direction = "high" if guess > answer else "low"
+    hints = [hint for figure, hint in turns if times_off(guess, figure) <= CLOSE]
+    return off, " ".join([f"You are {size} too {direction}.", *hints, fact])
 
 
 def predict(s: Parts) -> int:
@@ -4148,12 +4124,11 @@ def predict(s: Parts) -> int:
         sys.stdin.reconfigure(errors="replace")  # a stray byte is no reason to stop
     print(f"  Guess {len(quiz)} numbers before you read. Press Enter to skip one.\n")
     try:
-        for i, question in enumerate(quiz, 1):
-            print(wrapped(question.text, f"  {i}. "))
-            guess = ask(question)
-            print(wrapped(f"{remark(guess, question)} {question.fact}", "     "), end="\n\n")
-            if guess is not None:
-                misses.append((times_off(guess, question.answer), i, question.block))
+        for i, (block, example, text, *figures) in enumerate(quiz, 1):
+            print(wrapped(text, f"  {i}. "))
+            off, said = judged(ask(example), figures)
+            print(wrapped(said, "     "), end="\n\n")
+            misses.append((off, i, block))
     except (EOFError, KeyboardInterrupt) as end:
         status = 130 if isinstance(end, KeyboardInterrupt) else 0
         print(f"\n\n     ({'Stopped' if status else 'End of input'}.)\n")
@@ -4169,7 +4144,6 @@ def predict(s: Parts) -> int:
 
 # -------------------------------------------------------------------------------------- arguments
 
-
 MANY = 2 * 10**18  # more than anybody counts here: 1e9 GiB have fewer bytes
 TINY, HUGE = 1e-30, 1e30  # and less and more than anybody measures
 
@@ -4183,9 +4157,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def converted(
-    name: str, value: Any, kind: str, convert: Callable[[Any], Any], least: float, most: float
-) -> Any:
+def bounded(name: str, value: Any, least: float, most: float, kind: str, convert: Any) -> Any:
     """`value`, converted and in bounds, or an error that names the parameter and the value."""
     try:
         if isinstance(value, (bool, str, bytes, bytearray)):
@@ -4204,36 +4176,31 @@ def whole(name: str, value: Any, least: int = 0, most: int = MANY) -> int:
     """`value` as an int in [least, most]; TypeError or ValueError if it is none."""
     if value.__class__ is int and least <= value <= most:
         return cast(int, value)  # as nearly always: this costs next to nothing
-    return int(converted(name, value, "whole number", operator.index, least, most))
+    return int(bounded(name, value, least, most, "whole number", operator.index))
 
 
 def number(name: str, value: Any, least: float = TINY, most: float = HUGE) -> float:
     """`value` as a float or an int in [least, most]; TypeError or ValueError if it is none."""
-    if (value.__class__ is float or value.__class__ is int) and least <= value <= most:
+    if value.__class__ in (float, int) and least <= value <= most:
         return cast(float, value)
-    return cast(float, converted(name, value, "number", float, least, most))
+    return cast(float, bounded(name, value, least, most, "number", float))
 
 
-def truth(name: str, value: Any) -> bool:
-    """`value` if it is True or False, otherwise TypeError."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, not {shown(value)}")
+def of_kind(kind: Any, words: str, name: str, value: Any) -> Any:
+    """`value` if it is of that kind, otherwise TypeError."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {words}, not {shown(value)}")
     return value
 
 
-def mapping(name: str, value: Any) -> Mapping[str, Any]:
-    """`value` if it is a dict or the like, otherwise TypeError."""
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a dict, not {shown(value)}")
-    return value
+truth = partial(of_kind, bool, "True or False")
+mapping = partial(of_kind, Mapping, "a dict")
 
 
 def clock(name: str, value: Any) -> Callable[[float, float], float]:
     """`value` if it can be called, otherwise TypeError; what it returns is checked too."""
-    if not callable(value):
-        raise TypeError(f"{name} must be a function, not {shown(value)}")
-    returned = f"what {name} returns"
-    return lambda tokens, held_tokens: number(returned, value(tokens, held_tokens))
+    returned, seconds = f"what {name} returns", of_kind(Callable, "a function", name, value)
+    return lambda tokens, held_tokens: number(returned, seconds(tokens, held_tokens))
 
 
 def pairs(name: str, requests: Any) -> Iterator[tuple[int, int]]:
@@ -4241,8 +4208,7 @@ def pairs(name: str, requests: Any) -> Iterator[tuple[int, int]]:
     try:
         return map(pair, count(), requests)
     except TypeError:
-        message = f"{name} must be (prompt, output) pairs, not {shown(requests)}"
-        raise TypeError(message) from None
+        raise TypeError(f"{name} must be (prompt, output) pairs, not {shown(requests)}") from None
 
 
 def pair(i: int, request: Any) -> tuple[int, int]:
@@ -4263,15 +4229,12 @@ def servable(
     requests: Iterable[tuple[int, int]], pages: int, page_tokens: int
 ) -> list[tuple[int, int]]:
     """The requests, if each has a prompt and an output and fits the pool."""
-    lengths, room = list(requests), pages * page_tokens
+    lengths, pool = list(requests), f"{pages:,} pages of {page_tokens:,}"
     for i, (prompt, output) in enumerate(lengths):
-        if prompt < 1 or output < 1 or prompt + output > room:
+        if prompt < 1 or output < 1 or prompt + output > pages * page_tokens:
             whole(f"requests[{i}] prompt", prompt, 1)
             whole(f"requests[{i}] output", output, 1)
-            raise ValueError(
-                f"requests[{i}] of {prompt + output:,} tokens never fits"
-                f" {pages:,} pages of {page_tokens:,}"
-            )
+            raise ValueError(f"requests[{i}] of {prompt + output:,} tokens never fits {pool}")
     return lengths
 
 
@@ -4282,12 +4245,11 @@ def some_output(tokens: float) -> float:
     return tokens
 
 
-# What an argument must be follows from the type of its parameter: what converts it, and the types
-# that need no converting. Where the type allows None, None is taken too.
-TYPES: dict[str, tuple[Callable[..., Any], tuple[type, ...]]] = {
-    "int": (whole, (int,)), "float": (number, (float, int)), "bool": (truth, ()),
-    "Iterable[tuple[int, int]]": (pairs, ()), "Callable[[float, float], float]": (clock, ()),
-    "Config": (mapping, ()), "Card": (card_of, ()), "self": (lambda name, value: value, ()),
+# What an argument must be follows from the type of its parameter.
+TYPES: dict[str, Callable[..., Any]] = {
+    "int": whole, "float": number, "bool": truth, "Iterable[tuple[int, int]]": pairs,
+    "Callable[[float, float], float]": clock, "Config": mapping, "Card": card_of,
+    "self": lambda name, value: value,
 }  # fmt: skip
 # The range of a number follows from its name; some mean something else in one mechanism.
 RANGES: dict[str, tuple[float, float]] = {
@@ -4305,63 +4267,33 @@ RANGES: dict[str, tuple[float, float]] = {
 }  # fmt: skip
 
 
-class Parameter(NamedTuple):
-    """What an argument may be."""
-
-    name: str
-    convert: Callable[[str, Any], Any]
-    plain: tuple[type, ...]  # numbers that need no converting, if they are in bounds
-    least: float
-    most: float
-    optional: bool
-
-
-def parameter(mechanism: Callable[..., Any], name: str) -> Parameter:
-    """What a mechanism's argument may be, by the type and the name of its parameter."""
+def check_of(mechanism: Callable[..., Any], name: str) -> Callable[[str, Any], Any]:
+    """What checks an argument: called with its name and value, it returns the value or raises."""
     kind, _, none = mechanism.__annotations__.get(name, name).partition(" | ")
-    convert, plain = TYPES[kind]
-    own = RANGES.get(f"{mechanism.__qualname__} {name}")
-    least, most = own or RANGES.get(name) or RANGES.get(kind) or (0, 0)
-    if plain:
-        convert = partial(convert, least=least, most=most)
-    return Parameter(name, convert, plain, least, most, bool(none))
-
-
-def checked(parameter: Parameter, value: Any) -> Any:
-    """`value` as the parameter takes it, or an error that names both."""
-    if value is None and parameter.optional:
-        return None
-    return parameter.convert(parameter.name, value)
+    check, own = TYPES[kind], RANGES.get(f"{mechanism.__qualname__} {name}")
+    bounds = own or RANGES.get(name) or RANGES.get(kind) or ()
+    return lambda name, value: None if none and value is None else check(name, value, *bounds)
 
 
 def guarded(bare: Callable[..., Any]) -> Callable[..., Any]:
     """The mechanism, but wrong arguments raise before its body runs, and name the parameter."""
     names = bare.__code__.co_varnames[: bare.__code__.co_argcount]
-    parameters = {name: parameter(bare, name) for name in names}
-    in_order = tuple(parameters.values())
-    bounds = [(parameter.plain, parameter.least, parameter.most) for parameter in in_order]
+    checks = {name: check_of(bare, name) for name in names}
 
     @wraps(bare)
     def mechanism(*args: Any, **kwargs: Any) -> Any:
-        for value, (plain, least, most) in zip(args, bounds):
-            if value.__class__ not in plain or not least <= value <= most:
-                args = (*map(checked, in_order, args), *args[len(in_order) :])
-                break  # numbers that are what they should be come to no break: the usual case
+        checked = [check(name, value) for (name, check), value in zip(checks.items(), args)]
         for name in kwargs:
-            if name in parameters:  # or the call will say that there is none of this name
-                kwargs[name] = checked(parameters[name], kwargs[name])
-        return bare(*args, **kwargs)
+            if name in checks:  # or the call will say that there is none of this name
+                kwargs[name] = checks[name](name, kwargs[name])
+        return bare(*checked, *args[len(checked) :], **kwargs)
 
     return mechanism
 
 
-for bare in (
-    seq_lengths, kv_bytes_per_token, kv_gib, budget_share, kv_bytes, budget_tokens, contiguous,
-    paged, prefixed_lengths, shared_prefix, expected_saving, fetch_seconds, recompute_seconds,
-    break_even, shortest_fetch, preempted_tokens, step_seconds, ridge_tokens, resident_tokens,
-    step_fills, serve, size, traffic,
-):  # fmt: skip
-    globals()[bare.__name__] = guarded(bare)
+for name, part in parts().items():
+    if not isinstance(part, type):
+        globals()[name] = guarded(part)
 
 
 def refuse(sequence: Any) -> NoReturn:
@@ -4466,12 +4398,12 @@ class ArgumentParser(argparse.ArgumentParser):
 
 # What is typed for an option becomes an argument, and may be what its parameter may be.
 OPTIONS = {
-    "budget": parameter(model_table, "budget_gib"), "params": parameter(size, "n_params"),
-    "active": parameter(size, "active_params"), "gpus": parameter(size, "tp"),
-    "card": parameter(size, "card"), "weights": parameter(size, "weight_bytes"),
-    "kv": parameter(size, "dtype_bytes"), "utilization": parameter(size, "utilization"),
-    "rest": parameter(size, "rest_gib"), "prompt": parameter(Scheduler.add, "prompt"),
-    "output": parameter(Scheduler.add, "output"),
+    "budget": check_of(model_table, "budget_gib"), "params": check_of(size, "n_params"),
+    "active": check_of(size, "active_params"), "gpus": check_of(size, "tp"),
+    "card": check_of(size, "card"), "weights": check_of(size, "weight_bytes"),
+    "kv": check_of(size, "dtype_bytes"), "utilization": check_of(size, "utilization"),
+    "rest": check_of(size, "rest_gib"), "prompt": check_of(Scheduler.add, "prompt"),
+    "output": check_of(Scheduler.add, "output"),
 }  # fmt: skip
 SIZING = [*(name for name in OPTIONS if name != "budget"), "trace"]  # they size a deployment
 
@@ -4483,40 +4415,37 @@ def typed(option: str, text: str) -> Any:
         numbers = [int(x) if x.is_integer() else x for x in map(float, text.split(","))]
         argument = {1: numbers[0], 3: numbers}.get(len(numbers), text)
     try:
-        return checked(OPTIONS[option]._replace(name=f"--{option}"), argument)
+        return OPTIONS[option](f"--{option}", argument)
     except (TypeError, ValueError) as error:
         raise UsageError(error) from None
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The mode that the command line asks for, or UsageError."""
+    """What the command line asks for, each name None unless it is given; or UsageError."""
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument("--block", choices=[str(number) for number in BLOCKS], action="append")
     modes.add_argument("--model", action="append")
-    for name in ("--quiet", "--verify", "--predict"):
-        modes.add_argument(name, action="store_true")
-    modes.add_argument("-h", "--help", action="store_true")
+    for names in (["--quiet"], ["--verify"], ["--predict"], ["-h", "--help"]):
+        modes.add_argument(*names, action="store_true", default=None)
     for name in OPTIONS:
         parser.add_argument(f"--{name}", type=partial(typed, name), action="append")
     parser.add_argument("--trace", action="append")
     mode = parser.parse_args(argv)
-    for name, values in vars(mode).items():
-        if isinstance(values, list):
+    given = {name: value for name, value in vars(mode).items() if value is not None}
+    for name, values in given.items():
+        if values is not True:
             if len(values) > 1:
                 parser.error(f"argument --{name}: given more than once")
             setattr(mode, name, values[0])
-    given = [name for name in ("budget", *SIZING) if getattr(mode, name) is not None]
-    a_mode = mode.block or mode.quiet or mode.verify or mode.predict or mode.help
-    if given and mode.model is None and (a_mode or given != ["trace"]):
-        parser.error(f"argument --{given[0]}: only with --model FILE")
+    options = [name for name in ("budget", *SIZING) if name in given]
+    if options and mode.model is None and list(given) != ["trace"]:
+        parser.error(f"argument --{options[0]}: only with --model FILE")
     if mode.model == mode.trace == "-":
         parser.error("argument --trace: not - too, which --model reads")
-    for name, others in (("budget", SIZING), ("trace", ["prompt", "output"])):
-        clashes = [other for other in others if name in given and other in given]
-        if clashes:
-            parser.error(f"argument --{name}: not with --{clashes[0]}")
-    mode.sizes = any(name in given for name in SIZING)
+    for name, other in (*product(["budget"], SIZING), ("trace", "prompt"), ("trace", "output")):
+        if name in given and other in given:
+            parser.error(f"argument --{name}: not with --{other}")
     return mode
 
 
@@ -4533,7 +4462,7 @@ def run(mode: argparse.Namespace) -> int:
     elif mode.model is not None:
         config = config_at(mode.model)
         try:
-            if mode.sizes:
+            if any(getattr(mode, name) is not None for name in SIZING):
                 deploy(mode, config, parts())
             else:
                 model_table(mode.model, config, mode.budget, parts())
@@ -4541,13 +4470,12 @@ def run(mode: argparse.Namespace) -> int:
             told = str(error).replace("tp =", "--gpus =").replace("active_params =", "--active =")
             raise UsageError(f"--model {mode.model}: {told}") from None
     elif mode.trace is not None:
-        requests = requests_at(mode.trace)
         try:
-            row = traffic(requests)
+            row = traffic(requests_at(mode.trace))
+            if not row.slots_per_s or not row.pages_per_s:
+                raise ValueError("too few requests: nobody waits for long")
         except ValueError as error:
             raise UsageError(f"--trace {mode.trace}: {error}") from None
-        if not row.slots_per_s or not row.pages_per_s:
-            raise UsageError(f"--trace {mode.trace}: too few requests: nobody waits for long")
         print(f"  {ascii_line(mode.trace)} on 4 x H100, a 70B model, 35,328 pages of 16 tokens\n")
         traffic_table(row)
     elif mode.block:
@@ -4571,18 +4499,17 @@ def flush() -> None:
 
 def write_off(stream: Any) -> None:
     """Close a stream that cannot be written, or Python tries once more at exit, and complains."""
-    with contextlib.suppress(OSError, KeyboardInterrupt):
-        if stream is not None:
-            stream.close()
+    with contextlib.suppress(AttributeError, OSError, KeyboardInterrupt):
+        stream.close()
 
 
 def complain(message: object) -> None:
     """One line on standard error, if there is one."""
-    if sys.stderr is not None:
-        try:
+    try:
+        if sys.stderr is not None:
             print(f"m02_kv_cache: {ascii_line(str(message))}", file=sys.stderr, flush=True)
-        except OSError:
-            write_off(sys.stderr)
+    except OSError:
+        write_off(sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -4591,22 +4518,22 @@ def main(argv: list[str] | None = None) -> int:
     try:
         try:
             status = run(parse(argv))
-            flush()
         except UsageError as error:
-            complain(error)
             status = 2
+            complain(error)
         except KeyboardInterrupt:
             status = 130
-            flush()
-    except KeyboardInterrupt:  # once more, while the last lines were written
+        flush()
+    except KeyboardInterrupt:  # while the last lines were written
         write_off(sys.stdout)
-        return 130
+        status = 130
+    except BrokenPipeError:  # whoever read has seen enough
+        write_off(sys.stdout)
+        status = status or 141
     except OSError as error:
         write_off(sys.stdout)
-        if isinstance(error, BrokenPipeError):  # whoever read has seen enough
-            return status or 141
         complain(f"cannot write the output: {error.strerror}")
-        return status or 1
+        status = status or 1
     return status
 
 
