@@ -1994,6 +1994,17 @@ class WrongArguments(unittest.TestCase):
         self.assertEqual((sequence.tokens, pool.references(Indexed(1))), (9, 1))
         self.assertIs(type(pool.held), int)
 
+    def test_an_argument_too_many_is_an_error(self):
+        for call in (
+            lambda: lesson.kv_gib(1, 2, 3),
+            lambda: lesson.kv_gib(1, tokens=1),
+            lambda: lesson.kv_gib(1, gib=1),
+            lambda: lesson.PagePool(8, 16, 1),
+            lambda: lesson.Scheduler(8, 16, 0, None, None, 1),
+        ):
+            with self.subTest(inspect.getsource(call).strip()), self.assertRaises(TypeError):
+                call()
+
     def test_messages_are_short(self):
         self.assertEqual(len(lesson.shown("x" * 99)), 80)
         self.assertNotEqual(lesson.seq_lengths(2, -(10**18)), lesson.seq_lengths(2))
@@ -2883,6 +2894,7 @@ class Predict(unittest.TestCase):
         self.assertTrue(text.startswith("Guess 6 numbers before you read."))
         self.assertEqual([text.count(s) for s in ("your guess: ", "Spot on.")], [6, 6])
         self.assertTrue(text.endswith("at 131,072 tokens. Every guess is spot on."), text)
+        self.assertIn("your guess: 320 KiB Spot on.", text)  # what came through a pipe is shown
 
     def test_it_reads_a_decimal_a_percentage_a_product_and_a_unit(self):
         for guesses in (
@@ -2949,6 +2961,8 @@ class Predict(unittest.TestCase):
             (1, "100 KiB", "You are 3.20x too low. A token holds 327,680 B = 320 KiB.", 1),
             (1, "0", "You are far too low. A token", 1),
             (2, "46.4%", "You are 2.00x too high. 128k tokens take 23.2%", 1),
+            (2, "1", "You are 23.19x too low. 128k tokens", 1),  # 1 is 1%, and 0.99 is 99%
+            (2, "0.99", "You are 4.27x too high. 128k tokens", 1),
             (3, "41.2%", "You are 2.00x too low. Reserving 8,192 tokens wastes 82.3%.", 2),
             (4, "604", "You are 99.94x too high. The batch grows 6.0x: 69 -> 417.", 3),
             (5, "43%", "You are 2.01x too low. Sharing saves 86.6% on average.", 4),
