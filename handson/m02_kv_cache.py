@@ -56,7 +56,7 @@ import sys
 import textwrap
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial, wraps
 from itertools import count, cycle, islice, product
 from types import SimpleNamespace
@@ -1848,14 +1848,14 @@ def prerequisites(number: int) -> list[int]:
     return sorted(needed)
 
 
-def collect(numbers: Iterable[int], show: bool = False, s: Parts | None = None) -> Parts:
-    """Run the blocks in the order given, each on the parts of those before it (first `s`)."""
-    gathered = dict(s or {})
+def collect(numbers: Iterable[int], shown: Collection[int] = ()) -> Parts:
+    """Run blocks, each on the parts of those before it; those that are shown print their lesson."""
+    s: Parts = {}
     for number in numbers:
-        if show:
+        if number in shown:
             heading(f"Block {number}. {BLOCKS[number].title}", BLOCKS[number].teaches)
-        gathered.update(BLOCKS[number].run(gathered, show))
-    return gathered
+        s.update(BLOCKS[number].run(s, number in shown))
+    return s
 
 
 def parts() -> Parts:
@@ -4481,13 +4481,12 @@ def run(mode: argparse.Namespace) -> int:
     elif mode.block:
         number = int(mode.block)
         first = prerequisites(number)
-        s = collect(first)
         if first:
             plural = "s" if len(first) > 1 else ""
             print(f"(Ran silently first: block{plural} {', '.join(map(str, first))}.)")
-        collect([number], show=True, s=s)
+        collect([*first, number], shown=[number])
     else:
-        assembly(collect(BLOCKS, show=True))
+        assembly(collect(BLOCKS, shown=BLOCKS))
     return 0
 
 
