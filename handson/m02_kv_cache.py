@@ -2155,14 +2155,6 @@ def of_config(config: Parts, tokens: int = 1, dtype_bytes: float | None = None, 
     return math.ceil(held * values * (2 if dtype_bytes is None else dtype_bytes))
 
 
-def loads(requests: Requests, tokens: int) -> Parts:
-    """How many sequences fill a pool of so many tokens, and a step."""
-    return {
-        "fill_pool": tokens / NAIVE["resident_tokens"](requests),
-        "fill_step": NAIVE["step_fills"](requests, 8192),
-    }
-
-
 def sized(
     config: Parts, requests: Requests, card: tuple[float, float, float], n_params: float,
     tp: int = 1, active_params: float | None = None, weight_bytes: float = 2,
@@ -2177,47 +2169,45 @@ def sized(
     length = math.ceil(resident)
     on_each = math.ceil(of_config(config, length, dtype_bytes, tp) / length)
     tokens = NAIVE["budget_tokens"](budget, tp * on_each)
-    fills = loads(requests, tokens)
-    fill_pool, fill_step = fills.values()
+    fill_pool, fill_step = tokens / resident, NAIVE["step_fills"](requests, 8192)
     running = max(1, min(0.95 * fill_pool, fill_step))
     n, prompts, outputs = len(requests), *map(sum, zip(*requests))
     prefilled, held = running * prompts / outputs, running * resident
-    pass_ms, weights_ms, decode_ms, first_token_ms = (
-        [
-            1000 * NAIVE["step_seconds"](
-                computed, held, tp * on_each, n_params, tflops * 1e12, gb_per_s, tp, mfu, mbu,
-                active_params, weight_bytes,
-            )
-            for mfu, mbu in ((1, 1), (0.5, 0.8))
-        ]
-        for computed, held in ((running, held), (0, 0), (running, 0), (prompts / n, 0))
-    )  # fmt: skip
-    flop = 2 * prefilled * (active_params or n_params)
-    prefill_ms = [1000 * flop / (tp * tflops * 1e12 * mfu) for mfu in (1, 0.5)]
-    step_ms = [passed + more for passed, more in zip(pass_ms, prefill_ms)]
+    paces = []
+    for mfu, mbu in ((1, 1), (0.5, 0.8)):
+        token_ms = 2000 * (active_params or n_params) / (tp * tflops * 1e12 * mfu)
+        byte_ms = 1000 / (tp * gb_per_s * 1e9 * mbu)
+        weights_ms, prefill_ms = n_params * weight_bytes * byte_ms, prefilled * token_ms
+        decode_ms, kv_ms = max(weights_ms, running * token_ms), held * tp * on_each * byte_ms
+        step_ms = decode_ms + prefill_ms + kv_ms
+        paces.append({
+            "ridge": weights_ms / token_ms, "weights_ms": weights_ms, "decode_ms": decode_ms,
+            "prefill_ms": prefill_ms, "kv_ms": kv_ms, "step_ms": step_ms,
+            "tokens_per_s": 1000 * running / step_ms, "per_user": 1000 / step_ms,
+            "requests_per_s": 1000 * running / step_ms / (outputs / n),
+            "first_token_ms": max(weights_ms, prompts / n * token_ms),
+        })  # fmt: skip
     return {
         "memory_gib": memory, "used_gib": memory * utilization, "weights_gib": weights,
         "rest_gib": rest, "budget_gib": budget, "bytes_on_each": on_each,
-        "kv_per_token": tp * on_each, "tokens": tokens, "resident": resident, **fills,
+        "kv_per_token": tp * on_each, "tokens": tokens, "resident": resident,
+        "fill_pool": fill_pool, "fill_step": fill_step,
         "max_num_seqs": max(1, math.ceil(min(fill_pool, fill_step))),
         "cap": max(1, int(min(0.9 * fill_pool, fill_step))),
         "running": running, "prefill_tokens": prefilled, "held_tokens": held,
-        "ridge": [prefilled * x / y for x, y in zip(weights_ms, prefill_ms)],
-        "weights_ms": weights_ms, "decode_ms": decode_ms, "prefill_ms": prefill_ms,
-        "kv_ms": [passed - decode for passed, decode in zip(pass_ms, decode_ms)],
-        "step_ms": step_ms, "tokens_per_s": [1000 * running / step for step in step_ms],
-        "requests_per_s": [1000 * running / step / (outputs / n) for step in step_ms],
-        "per_user": [1000 / step for step in step_ms], "first_token_ms": first_token_ms,
+        **{name: [pace[name] for pace in paces] for name in paces[0]},
     }  # fmt: skip
 
 
 def mean_lengths(requests: Requests) -> Parts:
     """Traffic, without its two servers."""
     n, prompts, outputs = len(requests), *map(sum, zip(*requests))
-    fills = loads(requests, 565_248)
+    fill_pool = 565_248 / NAIVE["resident_tokens"](requests)
+    fill_step = NAIVE["step_fills"](requests, 8192)
     return {
         "requests": n, "prompt": prompts / n, "output": outputs / n, "again": 0.0,
-        "prompt_per_output": prompts / outputs, **fills, "least": min(1024, *fills.values()),
+        "prompt_per_output": prompts / outputs, "fill_pool": fill_pool, "fill_step": fill_step,
+        "least": min(fill_pool, fill_step, 1024),
     }  # fmt: skip
 
 
@@ -2407,6 +2397,7 @@ class Held:
 
     def __init__(self, pool: NaivePool, table: list[int], tokens: int) -> None:
         self.pool, self.table, self.tokens = pool, table, tokens
+        pool.alive.append(self)
 
 
 class NaivePool:
@@ -2421,37 +2412,37 @@ class NaivePool:
         self.places: dict[int, int] = {}  # where your pool has a page
 
     def allocate(self, tokens: int) -> Held:
-        return self.share([], 0, tokens)
-
-    def fork(self, sequence: Held, tokens: int) -> Held:
-        if sequence not in self.alive or not 0 <= tokens <= sequence.tokens:
-            raise ValueError
-        return self.share(sequence.table[: math.ceil(tokens / self.page_tokens)], tokens, 0)
-
-    def share(self, table: list[int], tokens: int, n: int) -> Held:
-        self.alive.append(Held(self, table, tokens))
-        try:
-            self.append(self.alive[-1], n)
-        except Exception:
-            self.alive.pop()
-            raise
-        return self.alive[-1]
+        return Held(self, self.grown([], 0, tokens), tokens)
 
     def append(self, sequence: Held, n: int = 1) -> None:
-        if sequence not in self.alive or n < 0:
-            raise ValueError
-        others = {page for x in self.alive if x is not sequence for page in x.table}
-        kept = sequence.table
-        if n and sequence.tokens % self.page_tokens and kept[-1] in others:
-            kept = kept[:-1]
-        needed = math.ceil((sequence.tokens + n) / self.page_tokens) - len(kept)
-        if needed > self.pages - len(others.union(kept)):
-            raise OutOfPages
-        sequence.table = kept + list(islice(self.new_pages, needed))
+        self.alive.index(sequence)  # ValueError if it is none of these
+        sequence.table = self.grown(sequence.table, sequence.tokens, n)
         sequence.tokens += n
+
+    def fork(self, sequence: Held, tokens: int) -> Held:
+        self.alive.index(sequence)
+        if not 0 <= tokens <= sequence.tokens:
+            raise ValueError
+        return Held(self, sequence.table[: math.ceil(tokens / self.page_tokens)], tokens)
 
     def release(self, sequence: Held) -> None:
         self.alive.remove(sequence)
+
+    def held(self) -> list[int]:
+        """The pages in all tables: a shared one as often as it is shared."""
+        return [page for sequence in self.alive for page in sequence.table]
+
+    def grown(self, table: list[int], tokens: int, n: int) -> list[int]:
+        """The table of a sequence that writes n more tokens."""
+        if n < 0:
+            raise ValueError
+        held = self.held()
+        if n and tokens % self.page_tokens and held.count(table[-1]) > 1:
+            table = table[:-1]
+        needed = math.ceil((tokens + n) / self.page_tokens) - len(table)
+        if needed > self.pages - len({*held}):
+            raise OutOfPages
+        return table + list(islice(self.new_pages, needed))
 
 
 def stories() -> Iterator[list[str]]:
@@ -2497,14 +2488,18 @@ def stories() -> Iterator[list[str]]:
         yield [f"p = PagePool({sizes})"]
 
 
+@cache
+def compiled(line: str, mode: str) -> Any:
+    """A line for `eval` or `exec`, compiled once for all that run it."""
+    return compile(line, "verify", mode)
+
+
 def outcome(line: str, names: Parts, out_of_pages: Any) -> str:
     """Run a line of a story; what it raises, in words, or nothing."""
     try:
-        exec(line, names)
+        exec(compiled(line, "exec"), names)
     except out_of_pages:
         return "OutOfPages"
-    except Wrong:
-        raise
     except Exception as error:
         return f"raises {described(error)}"
     return ""
@@ -2521,9 +2516,9 @@ def read_back(naive: Parts, yours: Parts) -> str:
         mine, pool = yours[name], sequence.pool
         if not (hasattr(mine, "table") and hasattr(mine, "tokens")):
             return f"must return what has table and tokens, not {described(mine)}"
-        table, held = list(mine.table), {page for x in pool.alive for page in x.table}
+        table = list(mine.table)
         kept = [pool.places[page] for page in sequence.table if page in pool.places]
-        free = {*range(pool.pages)}.difference(pool.places.get(page) for page in held)
+        free = {*range(pool.pages)}.difference(map(pool.places.get, pool.held()))
         needed, fresh = sequence.table[len(kept) :], table[len(kept) :]
         right = len(free.intersection(fresh)) == len(needed) == len(fresh)
         if table[: len(kept)] != kept or not right:
@@ -2535,7 +2530,7 @@ def read_back(naive: Parts, yours: Parts) -> str:
     for name, pool in naive.items():
         if not isinstance(pool, NaivePool):
             continue
-        mine, tables = yours[name], [pool.places[page] for x in pool.alive for page in x.table]
+        mine, tables = yours[name], [pool.places[page] for page in pool.held()]
         for count_of, n in (("held", len({*tables})), ("free", pool.pages - len({*tables}))):
             if difference := unlike(n, getattr(mine, count_of, n)):
                 return f"{name}.{count_of} {difference}"
@@ -2545,7 +2540,7 @@ def read_back(naive: Parts, yours: Parts) -> str:
     return ""
 
 
-class Wrong(Exception):
+class Wrong(BaseException):  # no Exception, which a mechanism may have to raise
     """What is wrong with a mechanism, in words."""
 
 
@@ -2616,12 +2611,7 @@ def unlike(derived: Any, yours: Any, tolerance: float = 1e-9) -> str:
 
 def evaluated(call: str, **mechanisms: Any) -> Any:
     """What a call returns, by the naive mechanisms and those that are given."""
-    return eval(call, {**NAIVE, "math": math, "too_late": too_late, **mechanisms})
-
-
-def too_late(*_: float) -> float:
-    """The time of a step that should not be made."""
-    raise Wrong("serves some before it refuses")
+    return eval(compiled(call, "eval"), {**NAIVE, "math": math, "sys": sys, **mechanisms})
 
 
 Fault = tuple[str, str]  # a call and what is wrong with it
@@ -2641,10 +2631,8 @@ class Grading:
             said = difference()
         except KeyboardInterrupt:
             raise
-        except Wrong as wrong:
-            said = str(wrong)
         except BaseException as error:  # a reader's mechanism may do anything
-            said = f"raises {described(error)}"
+            said = str(error) if isinstance(error, Wrong) else f"raises {described(error)}"
         return (self.doing, said) if said else None
 
     def ask(self, name: str, *args: Any, **options: Any) -> Any:
@@ -2668,21 +2656,17 @@ class Grading:
     def compare(self, call: str, derived: Any = None, tolerance: float = 1e-9) -> Fault | None:
         """What is wrong with a call, by the naive mechanism if nothing else is derived."""
         if call not in self.known:
-            if derived is None:
-                derived = evaluated(call)
+            derived = evaluated(call) if derived is None else derived
             self.known[call] = self.fault(
                 call, lambda: unlike(derived, self.answer(call), tolerance)
             )
         return self.known[call]
 
-    def is_refused(self, call: str) -> str:
+    def refused(self, call: str) -> str:
         """Whether a call raises an error."""
-        try:
+        with contextlib.suppress(Exception):
             return f"an error, yours {described(self.answer(call))}"
-        except Wrong:
-            raise
-        except Exception:
-            return ""
+        return ""
 
     def pool_is_right(self) -> str:
         """The first wrong story of a pool, without the lines that it does not need."""
@@ -2783,7 +2767,7 @@ class Grading:
                 yield self.compare(call, derived, 3e-3 if "seq_lengths" in call else 1e-9)
         for call in REFUSED:
             if call.startswith(f"{name}("):
-                yield self.fault(call, partial(self.is_refused, call))
+                yield self.fault(call, partial(self.refused, call))
 
 
 POOL = ("allocate", "append", "fork", "release", "free", "held", "references")
@@ -2877,7 +2861,8 @@ KNOWN: dict[str, Parts | None] = {
 REFUSED = (
     "serve([(5, 3), (5, 0)], 10, 4)",
     "serve([(0, 5)], 10, 4)",
-    "serve([(1, 1)] * 9 + [(39, 2)], 10, 4, max_running=1, step_seconds=too_late)",
+    "serve([(1, 1)] * 9 + [(39, 2)], 10, 4, max_running=1,"
+    " step_seconds=lambda *_: sys.exit('serves some before it refuses'))",
     "resident_tokens([(5, 0)])",
     "kv_bytes({'num_hidden_layers': 2, 'num_attention_heads': 4, 'hidden_size': 64})",
     "kv_bytes({'model_type': 'new', 'num_hidden_layers': 2, 'num_attention_heads': 4,"
