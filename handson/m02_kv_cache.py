@@ -57,7 +57,7 @@ import textwrap
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial, wraps
+from functools import lru_cache, partial, wraps
 from itertools import count, cycle, islice, product
 from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn, cast
@@ -2089,7 +2089,7 @@ Requests = list[tuple[int, int]]  # (prompt, output) of each
 Fault = tuple[str, str]  # a call, and what is wrong with it
 
 
-@cache
+@lru_cache
 def workload(n: int, seed: int, mu: float, sigma: float) -> tuple[tuple[int, int], ...]:
     """A workload by its definition."""
     draw = random.Random(seed).lognormvariate
@@ -2402,7 +2402,7 @@ class Held:
 
 
 class NaivePool:
-    """A pool of few lines: every page that it hands out is new, and held while a table names it."""
+    """A pool of few lines: each page that it hands out is new, and held while a table names it."""
 
     def __init__(self, pages: int, page_tokens: int = 16) -> None:
         if pages < 1 or page_tokens < 1:
@@ -2442,7 +2442,7 @@ class NaivePool:
             raise ValueError
         held = self.held()
         if n and tokens % self.page_tokens and held.count(table[-1]) > 1:
-            table = table[:-1]
+            table = table[:-1]  # copy-on-write: its others keep this page
         needed = math.ceil((tokens + n) / self.page_tokens) - len(table)
         if needed > self.pages - len({*held}):
             raise OutOfPages
@@ -2491,7 +2491,8 @@ def stories() -> Iterator[list[str]]:
         yield [f"p = PagePool({sizes})"]
 
 
-compiled = cache(partial(compile, filename="verify"))  # a line is run by both, and in many stories
+# A line is run by both, and in many stories.
+compiled = lru_cache(4096)(partial(compile, filename="verify"))
 
 
 def outcome(line: str, names: Parts, out_of_pages: Any) -> str:
