@@ -2344,10 +2344,9 @@ DRAWN: dict[str, Any] = {
     "card": lambda draw: (draw.of(40, 400) + draw.whole(0, 9, 4), 3000, 500),
     "requests": lambda draw: draw.requests(0, 1, 1, 1, 30_000),
     "resident_tokens requests": lambda draw: [*draw.requests(0, 1), (3, 2)],
-    **dict.fromkeys(
-        ("step_fills requests", "size requests", "traffic requests"),
-        lambda draw: draw.requests(1, 1, 50),
-    ),
+    "step_fills requests": lambda draw: draw.requests(1, 1, 50),
+    "size requests": lambda draw: draw.requests(1, 1, 50),
+    "traffic requests": lambda draw: draw.requests(1, 1, 50),
 }  # fmt: skip
 
 
@@ -2495,15 +2494,13 @@ def stories() -> Iterator[list[str]]:
 compiled = lru_cache(4096)(partial(compile, filename="verify"))
 
 
-def outcome(line: str, names: Parts, out_of_pages: Any) -> str:
-    """Run a line of a story; what it raises, in words, or nothing."""
+def error_of(line: str, names: Parts) -> Exception | None:
+    """Run a line of a story; what it raises, if anything."""
     try:
         exec(compiled(line, mode="exec"), names)
-    except out_of_pages:
-        return "OutOfPages"
     except Exception as error:
-        return f"raises {described(error)}"
-    return ""
+        return error
+    return None
 
 
 def read_back(naive: Parts, yours: Parts) -> str:
@@ -2695,15 +2692,17 @@ class Grading:
         yours: Parts = {"PagePool": partial(self.ask, "PagePool")}
         told: list[str] = []
         for line in story:
-            right = outcome(line, naive, OutOfPages)
-            if "NameError" in right:
+            right = error_of(line, naive)
+            if isinstance(right, NameError):
                 continue  # what made it was refused
             told.append(line)
             self.doing = "; ".join(told)
-            said = outcome(line, yours, out_of_pages)
-            if bool(right) != bool(said) or right == "OutOfPages" != said:
-                wanted = right if right in ("", "OutOfPages") else "an error"
-                return f"{wanted or 'no error'}, yours {said or 'none'}"
+            said = error_of(line, yours)
+            full, is_full = isinstance(right, OutOfPages), isinstance(said, out_of_pages)
+            if (right is None) != (said is None) or (full and not is_full):
+                wanted = "OutOfPages" if full else "an error" if right else "no error"
+                raised = "OutOfPages" if is_full else f"raises {described(said)}"
+                return f"{wanted}, yours {'none' if said is None else raised}"
             if difference := read_back(naive, yours):
                 return difference
         return ""
