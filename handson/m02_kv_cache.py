@@ -2837,7 +2837,8 @@ KNOWN: list[tuple[str, Parts | None, float]] = [
     ("serve([(3, 1)], 9, 4)", {"running": 0.0, "held": 0.0, "again": 0.0, "tokens_per_s": 0.0}, 0),
     ("serve([(4, 2), (7, 1), (8, 3), (15, 2)], 10, 4, max_running=1, step_seconds=math.hypot)",
      {"running": 1.0, "held": 0.3, "again": 0.0, "tokens_per_s": ONE_AT_A_TIME}, 1e-9),
-    ("serve([(4, 1), (8, 1), (12, 1)], 10, 4, max_running=1, step_seconds=math.hypot)",
+    ("serve([(4, 1), (8, 1), (12, 1)], 10, 4, max_running=1, step_seconds=math.hypot,"
+     " prefix_caching=True)",
      {"running": 1.0, "held": 0.3, "again": 0.0, "tokens_per_s": 1 / math.hypot(12, 12)}, 1e-9),
     ("serve(seq_lengths(4000), 35328, max_running=450, max_batched_tokens=8192)",
      {"preempted": 169, "running": 432.8, "held": 0.996, "again": 0.078, "tokens_per_s": 5788.0},
