@@ -2830,13 +2830,13 @@ def engine_runs() -> Iterator[tuple[Requests, str, Parts, str]]:
 
 # What follows by hand; and what the engine's scheduler did on the chat mix, with its steady state,
 # to as many digits as are known.
-ONE_AT_A_TIME = 4 / (math.hypot(8, 8) + 2 * math.hypot(1, 12) + math.hypot(15, 16))
+ONE_AT_A_TIME = 4 / (math.hypot(8, 8) + 2 * math.hypot(1, 12) + math.hypot(17, 20))
 KNOWN: list[tuple[str, Parts | None, float]] = [
     ("serve([(1, 1)] * 1100, 1100)", {"steps": 1}, 0),
     ("serve([(1, 1)] * 1100, 1100, prefix_caching=True)", {"steps": 1}, 0),
     ("serve([(3, 1)], 9, 4)", {"running": 0.0, "held": 0.0, "again": 0.0, "tokens_per_s": 0.0}, 0),
-    ("serve([(4, 2), (7, 1), (8, 3), (15, 2)], 7, 4, max_running=1, step_seconds=math.hypot)",
-     {"running": 1.0, "held": 3 / 7, "again": 0.0, "tokens_per_s": ONE_AT_A_TIME}, 1e-9),
+    ("serve([(4, 2), (7, 1), (8, 3), (17, 2)], 7, 4, max_running=1, step_seconds=math.hypot)",
+     {"running": 1.0, "held": 13 / 28, "again": 0.0, "tokens_per_s": ONE_AT_A_TIME}, 1e-9),
     ("serve([(4, 1), (8, 1), (12, 1)], 10, 4, max_running=1, step_seconds=math.hypot,"
      " prefix_caching=True)",
      {"running": 1.0, "held": 0.3, "again": 0.0, "tokens_per_s": 1 / math.hypot(12, 12)}, 1e-9),
