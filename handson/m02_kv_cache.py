@@ -2188,6 +2188,7 @@ def sized(
         "rest_gib": rest, "budget_gib": budget, "bytes_on_each": on_each,
         "kv_per_token": tp * on_each, "tokens": tokens, "resident": resident,
         "fill_pool": fill_pool, "fill_step": fill_step,
+        "limit": "KV memory" if fill_pool <= fill_step else "the step",
         "max_num_seqs": max(1, math.ceil(min(fill_pool, fill_step))),
         "cap": max(1, int(min(0.9 * fill_pool, fill_step))),
         "running": running, "prefill_tokens": prefilled, "held_tokens": held,
@@ -2592,6 +2593,8 @@ def unlike(derived: Any, yours: Any, tolerance: float = 1e-9) -> str:
         if {*map(type, items)} == {tuple} and items == derived:
             return ""
         both = ((f"[{i}] ", *pair) for i, pair in enumerate(zip(derived, items)))
+    elif isinstance(derived, str):
+        return "" if derived == yours else f"{derived}, yours {described(yours)}"
     elif same(derived, yours, tolerance):
         return ""
     else:
@@ -2842,7 +2845,12 @@ KNOWN: list[tuple[str, Parts | None, float]] = [
      " prefix_caching=True)",
      {"preempted": 306, "running": 433.5, "held": 0.998, "again": 0.053, "tokens_per_s": 5862.0},
      3e-3),
+    ("traffic([(3000, 400)] * 300)",
+     {"slots_per_s": 1967.9866, "pages_per_s": 2619.3738, "worth": 1.3309917, "again": 0.0656376},
+     1e-6),
     ("shared_prefix(seq_lengths(4000), 2048)", None, 1e-9),  # the row of the assembly
+    ("size({'model_type': 'llama', 'num_hidden_layers': 90, 'num_attention_heads': 16,"
+     " 'hidden_size': 16384}, [(5800, 180)], (40, 3000, 500), 1e9)", None, 1e-9),  # one fits
 ]  # fmt: skip
 # What has no answer.
 REFUSED = (
@@ -2856,6 +2864,11 @@ REFUSED = (
     " 'hidden_size': 64})",
     "kv_bytes({'model_type': 'llama', 'num_hidden_layers': 2, 'num_attention_heads': 4,"
     " 'hidden_size': 64}, 1, tp=3)",
+    "size({'model_type': 'llama', 'num_hidden_layers': 2, 'num_attention_heads': 4,"
+    " 'hidden_size': 64}, [(1, 1)], (2, 100, 1), 1e9)",  # its weights fill the memory
+    "size({'model_type': 'mixtral', 'num_hidden_layers': 2, 'num_attention_heads': 4,"
+    " 'num_key_value_heads': 4, 'hidden_size': 64, 'num_local_experts': 8}, [(1, 1)],"
+    " (80, 100, 1), 1e9)",  # and active_params?
 )
 
 
