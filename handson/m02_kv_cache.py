@@ -2359,11 +2359,10 @@ def drawn_calls(name: str) -> list[str]:
 
     Where a budget or the KV of a token is drawn, there is room for a few tokens.
     """
-    from inspect import signature  # slow to load, and a lesson that is only read needs none of it
-
     draw, calls = Draw(), []
-    parameters = signature(globals()[name]).parameters
-    optional = [x for x, it in parameters.items() if it.default is not it.empty]
+    bare = globals()[name].__wrapped__
+    parameters = bare.__code__.co_varnames[: bare.__code__.co_argcount]
+    optional = parameters[len(parameters) - len(bare.__defaults__ or ()) :]
     n = 5 * (len(optional) + 3)
     for i in range(n):
         draw.size = (i + 1) / n
@@ -2638,7 +2637,7 @@ class Grading:
         try:
             return self.s[name](*args, **options)
         except TypeError:
-            from inspect import signature  # as above
+            from inspect import signature  # slow to load, and seldom needed
 
             try:
                 signature(self.s[name]).bind(*args, **options)
