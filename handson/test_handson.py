@@ -2213,6 +2213,24 @@ def budget_ignored(mechanism, *names):
     return ignores
 
 
+def with_wrong(mechanism, **changes):
+    """A mechanism some of whose figures are changed."""
+
+    def changes_them(*args, **options):
+        figures = vars(mechanism(*args, **options))
+        figures.update({name: change(figures[name]) for name, change in changes.items()})
+        return types.SimpleNamespace(**figures)
+
+    return changes_them
+
+
+def sized_or_none(*args, **options):
+    try:
+        return lesson.size(*args, **options)
+    except ValueError:
+        return None
+
+
 def floor_of_pages(requests, page_tokens=16, **card):
     floored = [(length - length % page_tokens, 0) for length in map(sum, requests)]
     return lesson.paged(floored, page_tokens, **card)
@@ -2446,6 +2464,9 @@ SABOTAGE = {  # a mechanism -> bugs in it
         "references of 1 at most": own_pool(
             references=lambda pool, page: min(1, OwnPool.references(pool, page))
         ),
+        "no more than 255 sharers": own_pool(
+            references=lambda pool, page: OwnPool.references(pool, page) % 256
+        ),
         "free counts tables": own_pool(
             free=property(lambda pool: pool.pages - sum(len(x.table) for x in pool.live))
         ),
@@ -2601,10 +2622,23 @@ SABOTAGE = {  # a mechanism -> bugs in it
         },
     },
     "size": {
-        f"{name} ignored": budget_ignored(lesson.size, name)
-        for name in ("tp", "weight_bytes", "utilization", "rest_gib")
+        **{
+            f"{name} ignored": budget_ignored(lesson.size, name)
+            for name in ("tp", "weight_bytes", "utilization", "rest_gib")
+        },
+        "the other limit": with_wrong(
+            lesson.size, limit=lambda x: "the step" if x == "KV memory" else "KV memory"
+        ),
+        "nobody runs where one fits": with_wrong(
+            lesson.size, running=lambda x: x if x > 1 else 1 / 2
+        ),
+        "refuses nothing": sized_or_none,
     },
-    "traffic": {"of the workload": lambda requests: lesson.traffic(lesson.seq_lengths(60))},
+    "traffic": {
+        "of the workload": lambda requests: lesson.traffic(lesson.seq_lengths(60)),
+        "slots run as pages do": with_wrong(lesson.traffic, slots_per_s=lambda x: x * 1.2),
+        "nothing kept free": with_wrong(lesson.traffic, again=lambda x: x * 2),
+    },
 }  # fmt: skip
 
 
