@@ -2703,7 +2703,7 @@ class VerifyBites(unittest.TestCase):
         )
         self.assertEqual(
             self.fault("paged", lambda *args, **card: lesson.paged(args[0], 16, **card)),
-            "paged([(0, 150000)], 96): held tokens 150,048, yours 150,000",
+            "paged([(0, 150000)], 1536): held tokens 150,528, yours 150,000",
         )
         failing, _ = self.graded({"paged": floor_of_pages})
         self.assertEqual(failing[4], "paged(seq_lengths(4000), 16): batch 417, yours 423")
