@@ -1305,14 +1305,14 @@ LOSS_CACHED = {"chat": Spread(-0.2, 2.9, 5.3), "long": Spread(11.7, 19.2, 21.4)}
 FILL_THE_POOL = Spread(406, 430, 454)  # of chat, over seeds 0 to 199 of seq_lengths(4000)
 
 # What rules for leaving pages free cost: tokens computed again, and tokens/s lost against the best
-# of the row, in percent, each the worst of seeds 0 to 49 of seq_lengths(6000). A row has a mix, a
+# of the row, in percent, each the worst of seeds 0 to 49 of seq_lengths(4000). A row has a mix, a
 # share of the lesson's pool, and how many sequences fill that (the median draw).
 RULES_COST = {
-    ("chat", 1 / 8, 54): ((33, 7.2), (5, 0.0), (0, 1.8), (10, 6.9)),
-    ("chat", 1, 432): ((12, 6.6), (0, 0.9), (0, 0.9), (3, 2.3)),
-    ("long", 1 / 8, 56): ((277, 8.2), (143, 3.0), (30, 0.0), (44, 7.0)),
-    ("long", 1 / 2, 224): ((228, 21.4), (39, 3.1), (2, 0.0), (16, 3.3)),
-    ("long", 1, 447): ((192, 22.1), (16, 2.3), (1, 0.8), (1, 1.4)),
+    ("chat", 1 / 8, 54): ((33, 7.5), (6, 0.0), (0, 1.9), (11, 6.9)),
+    ("chat", 1, 433): ((12, 7.1), (0, 1.6), (0, 1.8), (2, 2.7)),
+    ("long", 1 / 8, 56): ((280, 8.4), (148, 3.3), (33, 0.0), (48, 7.8)),
+    ("long", 1 / 2, 224): ((231, 21.6), (41, 3.3), (2, 0.4), (22, 4.2)),
+    ("long", 1, 448): ((186, 23.3), (18, 3.6), (4, 1.8), (12, 1.8)),
 }
 
 # vLLM's pull request 44594: the watermarks, preemptions and output tokens/s measured there; and
