@@ -453,13 +453,12 @@ class PagePool:
         """
         table = sequence.table
         room = len(table) * self.page_tokens - sequence.tokens  # in the last page
-        must_copy = n > 0 and room > 0 and self.sharers[table[-1]] > 0
-        if n > room or must_copy:
-            new_pages = pages_for(sequence.tokens + n, self.page_tokens) - len(table)
-            taken = self.take(new_pages + must_copy)
-            if must_copy:
-                copy_on_write(self, sequence, taken.pop())  # the others lengthen the table
+        if n > 0 and room > 0 and self.sharers[table[-1]] > 0:
+            *taken, own_page = self.take(pages_for(n - room, self.page_tokens) + 1)
+            copy_on_write(self, sequence, own_page)
             table += taken
+        elif n > room:
+            table += self.take(pages_for(n - room, self.page_tokens))
         sequence.tokens += n
 
     def fork(self, sequence: Sequence, tokens: int) -> Sequence:
@@ -478,7 +477,7 @@ class PagePool:
             self.sharers[page] -= 1
             shared += 1
         own = table[shared:]
-        own.reverse()
+        own.reverse()  # the first page is freed last, and taken first
         self.free_list += own
         sequence.pool, sequence.table, sequence.tokens = None, [], 0
 
@@ -1026,10 +1025,10 @@ class Scheduler:
         # there are too few pages for that, the newest of all is preempted, perhaps itself.
         for request in self.running:
             tokens = min(request.known - request.computed, room)
-            while request.sequence and not self.fits(request, tokens):
+            while request.sequence is not None and not self.fits(request, tokens):
                 self.preempt(self.running.pop())  # the newest: it has computed nothing in this step
                 preempted += 1
-            if request.sequence:  # it still has its pages: it was not the newest itself
+            if request.sequence is not None:  # it was not the newest itself
                 scheduled[request] = self.compute(request, tokens)
                 room -= tokens
 
@@ -1048,7 +1047,11 @@ class Scheduler:
             if not request.preempted:
                 entered += 1
         running, held = len(self.running), pool.held
-        prefills = {request: n for request, n in scheduled.items() if not request.decoding}  # yet
+        prefilled = reprefilled = 0
+        for request, tokens in scheduled.items():
+            if not request.decoding:
+                prefilled += tokens
+                reprefilled += tokens if request.preempted else 0
 
         # Generate: one more token for each whose known tokens are now all computed. Whoever has its
         # whole output leaves, and its pages are free from the next step on.
@@ -1062,8 +1065,7 @@ class Scheduler:
                     self.running.remove(request)
                     pool.release(request.sequence)
 
-        reprefilled = sum(n for request, n in prefills.items() if request.preempted)
-        computed, prefilled = sum(scheduled.values()), sum(prefills.values())
+        computed = sum(scheduled.values())
         return Step(running, computed, generated, held, preempted, prefilled, reprefilled, entered)
 
     def fits(self, request: Request, tokens: int) -> bool:
@@ -2005,7 +2007,8 @@ def quick_steps(
                 victim.computed = step - victim.lag
                 victim.known = victim.computed + 1
                 due[victim.lag % page_tokens] -= 1
-                growing -= victim.computed % page_tokens == 0
+                if victim.computed % page_tokens == 0:
+                    growing -= 1  # it was one of those that need a page
             preempt(victim)
             preempted += 1
         if growing:
@@ -2077,8 +2080,8 @@ def quick_steps(
 # One idea: a call is a line of Python. It is evaluated twice, with naive mechanisms and with the
 # one that is graded, and one comparison says where they differ; what a failing line shows is what
 # was run. Arguments are drawn, each parameter alone and with others, and left out too. A pool is
-# told stories of such lines, and a scheduler is held to what vLLM's own did. The lesson and its
-# naive mechanisms share the definition of the workload, and nothing more.
+# told stories of such lines, and a scheduler is held to what vLLM's own did. A naive mechanism
+# shares nothing with the lesson's but the definition of the workload, which it repeats.
 
 Requests = list[tuple[int, int]]  # (prompt, output) of each
 Fault = tuple[str, str]  # a call, and what is wrong with it
@@ -2190,6 +2193,7 @@ def sized(
         "rest_gib": rest, "budget_gib": budget, "bytes_on_each": on_each,
         "kv_per_token": tp * on_each, "tokens": tokens, "resident": resident,
         "fill_pool": fill_pool, "fill_step": fill_step,
+        "least": min(fill_pool, fill_step),
         "limit": "KV memory" if fill_pool <= fill_step else "the step",
         "max_num_seqs": max(1, math.ceil(min(fill_pool, fill_step))),
         "cap": max(1, int(min(0.9 * fill_pool, fill_step))),
@@ -2852,6 +2856,10 @@ KNOWN: list[tuple[str, Parts | None, float]] = [
     ("shared_prefix(seq_lengths(4000), 2048)", None, 1e-9),  # the row of the assembly
     ("size({'model_type': 'llama', 'num_hidden_layers': 90, 'num_attention_heads': 16,"
      " 'hidden_size': 16384}, [(5800, 180)], (40, 3000, 500), 1e9)", None, 1e-9),  # one fits
+    ("size({'model_type': 'gpt_oss', 'num_hidden_layers': 4, 'num_attention_heads': 16,"
+     " 'num_key_value_heads': 16, 'hidden_size': 64000, 'head_dim': 4000, 'sliding_window': 1000,"
+     " 'layer_types': ['full_attention', 'sliding_attention', 'full_attention',"
+     " 'sliding_attention']}, [(100, 10)], (40, 3000, 500), 1e9, tp=2)", {"longest": 141_040}, 0),
 ]  # fmt: skip
 # What has no answer.
 REFUSED = (
@@ -2867,6 +2875,8 @@ REFUSED = (
     " 'hidden_size': 64}, 1, tp=3)",
     "size({'model_type': 'llama', 'num_hidden_layers': 2, 'num_attention_heads': 4,"
     " 'hidden_size': 64}, [(1, 1)], (2, 100, 1), 1e9)",  # its weights fill the memory
+    "size({'model_type': 'llama', 'num_hidden_layers': 90, 'num_attention_heads': 16,"
+    " 'hidden_size': 16384}, [(1, 1), (5800, 185)], (40, 3000, 500), 1e9)",  # 5,984 fit
     "size({'model_type': 'mixtral', 'num_hidden_layers': 2, 'num_attention_heads': 4,"
     " 'num_key_value_heads': 4, 'hidden_size': 64, 'num_local_experts': 8}, [(1, 1)],"
     " (80, 100, 1), 1e9)",  # and active_params?
@@ -3636,7 +3646,7 @@ def size(
     if d.budget_gib <= 0:
         raise ValueError(
             f"no memory is left for KV: {d.memory_gib:.2f} GiB x {utilization:g} -"
-            f" {d.weights_gib:.2f} of weights of {weight_bytes:g} B (--weights) -"
+            f" {d.weights_gib:.2f} of weights of {weight_bytes:g} B (weight_bytes) -"
             f" {d.rest_gib:.2f} for the rest = {d.budget_gib:.2f}"
         )
     length = math.ceil(d.resident)  # where layers have a window, a longer one costs less a token
@@ -3691,9 +3701,12 @@ def longest_sequence(config: Config, budget: float, dtype_bytes: float | None, t
     values = budget * GIB / tp / (dtype_bytes or DTYPE)
     growing = sum(layer.values for layer in layers if layer.most == math.inf)
     windows = sum(layer.values * layer.most for layer in layers if layer.most < math.inf)
-    short = values / sum(layer.values for layer in layers)
-    long = (values - windows) / growing if growing else MANY if windows <= values else 0
-    return int(max(short, long)) // 16 * 16
+    if not growing and windows <= values:
+        return MANY
+    longest = values / sum(layer.values for layer in layers)
+    if growing:
+        longest = max(longest, (values - windows) / growing)
+    return int(longest) // 16 * 16
 
 
 def experts(config: Config) -> str:
@@ -3745,7 +3758,7 @@ the limit | the lesser of the two | {limit}
 
   THE SETTING (vLLM's options; enter all): --tensor-parallel-size {tp}
   --max-num-batched-tokens {STEP_TOKENS}, --gpu-memory-utilization {utilization:g}
---max-model-len | {context} | at most {longest:,}
+--max-model-len | {context} | {longest}
 --watermark | pages kept free (vLLM 0.33 or later) | {KEPT_FREE}
 --max-num-seqs | {least:,.1f}, rounded up | {max_num_seqs:,}
 without watermark | the cap: {CAP} x {fill_pool:,.1f}{most} | {cap:,} sequences
@@ -3778,6 +3791,8 @@ def recipe(model: str, config: Config, given: Parts, d: Figures) -> None:
     context = decoder_of(config)[1].get("max_position_embeddings")
     if not isinstance(context, int) or not 1 < context < MANY:
         context = MANY
+    allowed = min(context, d.longest)
+    fit = f"{d.longest:,}" if d.longest < MANY else "any length"
     figures: Parts = {
         **globals(), **given, **vars(d),
         "token": f"{len(layers)} layers x {layers[0].words} x {width:g} B" if uniform
@@ -3789,8 +3804,9 @@ def recipe(model: str, config: Config, given: Parts, d: Figures) -> None:
         else "E[p x o + o^2 / 2] / E[o]",
         "most": f", at most {d.fill_step:,.1f}" if d.limit == "the step" else "",
         "sparse": f" x {n_params / 1e9:.6g} / {active / 1e9:.6g}" if active != n_params else "",
-        "one": ", at least 1" if d.running == 1 else "", "longest": min(context, d.longest),
-        "context": f"config: {context:,}; fit: {d.longest:,}" if context < MANY else "fit",
+        "one": ", at least 1" if d.running == 1 else "",
+        "context": f"config: {context:,}; fit: {fit}" if context < MANY else "fit",
+        "longest": f"at most {allowed:,}" if allowed < MANY else fit,
     }  # fmt: skip
     print(f"  {model}, tensor parallel {tp}; of each GPU:")
     for line in RECIPE.format_map(figures).splitlines():
@@ -3920,7 +3936,8 @@ UNITS: dict[str, dict[str, float]] = {
                 "mib": 2**20},
     "50%": {"": 1, "%": 0.01, "percent": 0.01},
     "3x": {"": 1, "x": 1, "times": 1},
-    "50 GB/s": {"": 1, "gb/s": 1, "mb/s": 1e-3, "tb/s": 1e3, "gib/s": GIB / 1e9, "Gb/s": 0.125},
+    "50 GB/s": {"": 1, "gb/s": 1, "mb/s": 1e-3, "tb/s": 1e3, "gib/s": GIB / 1e9,
+                "Mb/s": 0.125e-3, "Gb/s": 0.125, "Tb/s": 125},  # a small b is a bit
 }  # fmt: skip
 FACTOR = r"(?:[0-9]+(?:[,_][0-9]{3})*(?:\.[0-9]*)?|\.[0-9]+)"
 GUESS = re.compile(rf"[~\s]*({FACTOR}(?:\s*[*x\u00d7]\s*{FACTOR})*)\s*(.*)")
@@ -4275,7 +4292,7 @@ usage: m02_kv_cache [one of the following]
   (nothing)     every block, then the assembly
   --block N     block N alone, from 1 to 6; the blocks it needs run silently
   --quiet       the assembly only
-  --verify      check the 14 claims; exit 1 if one fails
+  --verify      check the 14 claims and every mechanism; exit 1 if one fails
   --model FILE  block 1's table for a model's config.json (-: standard input);
                 with --budget GIB also what fits into so much memory
   --model FILE --params N --gpus N --card NAME --prompt N --output N
@@ -4317,6 +4334,7 @@ OPTIONS = {
     "output": check_of(Scheduler.add, "output"),
 }  # fmt: skip
 SIZING = [*(name for name in OPTIONS if name != "budget"), "trace"]  # they size a deployment
+OPTION_OF = {"tp": "--gpus", "active_params": "--active", "weight_bytes": "--weights"}
 
 
 def typed(option: str, text: str) -> Any:
@@ -4351,7 +4369,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             setattr(mode, name, values[0])
     options = [name for name in ("budget", *SIZING) if name in given]
     if options and mode.model is None and list(given) != ["trace"]:
-        parser.error(f"argument --{options[0]}: only with --model FILE")
+        others = [name for name in given if name not in options]
+        parser.error(
+            f"argument --{options[0]}: not with --{others[0]}"
+            if others
+            else f"argument --{options[0]}: only with --model FILE"
+        )
     if mode.model == mode.trace == "-":
         parser.error("argument --trace: not - too, which --model reads")
     for name, other in (*product(["budget"], SIZING), ("trace", "prompt"), ("trace", "output")):
@@ -4378,7 +4401,9 @@ def run(mode: argparse.Namespace) -> int:
             else:
                 model_table(mode.model, config, mode.budget, parts())
         except (TypeError, ValueError) as error:
-            told = str(error).replace("tp =", "--gpus =").replace("active_params =", "--active =")
+            told = str(error)
+            for name, option in OPTION_OF.items():
+                told = re.sub(rf"(^|: |\(){name}(?= =| is|\))", rf"\1{option}", told)
             raise UsageError(f"--model {mode.model}: {told}") from None
     elif mode.trace is not None:
         try:
