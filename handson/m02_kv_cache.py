@@ -672,10 +672,10 @@ def shared_prefix(
     for prompt, output in requests:
         shared = min(prefix, prompt)
         private = prompt + output - shared
-        full_pages = shared - shared % page_tokens
-        start = shared if copy_on_write else full_pages  # the rest is not stored a second time
+        # Without copy-on-write only full pages are forked: what is behind them is counted once.
+        forked = shared if copy_on_write else shared - shared % page_tokens
         try:
-            pool.append(pool.fork(stored, start), private)
+            pool.append(pool.fork(stored, forked), private)
         except OutOfPages:
             break
         lengths.append(prompt + output)
@@ -838,7 +838,7 @@ def break_even(
     """GB/s at which fetching a prefix takes as long as recomputing it; a faster tier wins.
 
     Both times grow with the length of the prefix, so it cancels. It does not cancel with
-    `attention`: then `prefix` is the length, and the rest is as in `recompute_seconds`.
+    `attention`: then `prefix` is the length. The other parameters are those of `recompute_seconds`.
 
     >>> round(break_even(kv_per_token=327_680, n_params=70e9, flops_per_gpu=989.5e12, tp=4), 2)
     9.26
@@ -846,7 +846,8 @@ def break_even(
     4.16
     """
     flop = flop_per_token(prefix, n_params, attention, layers, q_heads, head_dim)
-    return kv_per_token * (tp * flops_per_gpu * mfu) / flop / 1e9
+    seconds = flop / (tp * flops_per_gpu * mfu)  # to compute a token
+    return kv_per_token / seconds / 1e9
 
 
 def shortest_fetch(gb_per_s: float) -> int:
@@ -1208,8 +1209,8 @@ def serve(
 ) -> Served:
     """Serve all requests on one replica with `pages` pages of KV, and count what it took.
 
-    All wait from the start. `quick_steps`, behind the lesson's end, makes the steps of `Scheduler`
-    in less time; the tests compare the two. The steady state is timed by
+    It does not run `Scheduler`, but `quick_steps`, behind the lesson's end: the same steps in less
+    time, as the tests compare. All requests wait from the start. The steady state is timed by
     `step_seconds(tokens computed, tokens that the held pages have room for)`. With `prefix_caching`
     (vLLM's default) a preempted sequence finds its full pages again, from the first one on, as far
     as nobody has taken them: pages that are no full page of anybody are taken first, then those
@@ -1345,8 +1346,8 @@ needs the page. It loses all its pages, and waits in front of all others. It ent
 step, when all its tokens fit, and computes them all.
 
 So vLLM decides (V1, version 0.33, first come first served). On 72 recorded workloads without prefix
-caching this scheduler makes the same steps as the engine's. Other engines choose otherwise: SGLang
-preempts the sequence with the fewest tokens generated.
+caching this scheduler makes the same steps as the engine's; --verify repeats 15 of them. Other
+engines choose otherwise: SGLang preempts the sequence with the fewest tokens generated.
 
 Now 4,000 requests wait for {pages:,} pages, and a step computes at most {STEP_TOKENS:,} tokens
 (vLLM's default for a server on an H100). Chat is the workload; long swaps prompts and answers, and
@@ -2082,6 +2083,9 @@ def quick_steps(
 # was run. Arguments are drawn, each parameter alone and with others, and left out too. A pool is
 # told stories of such lines, and a scheduler is held to what vLLM's own did. A naive mechanism
 # shares nothing with the lesson's but the definition of the workload, which it repeats.
+#
+# To add a check, write a call into KNOWN or REFUSED. To add a mechanism, write a naive one into
+# NAIVE, and how its parameters are drawn into DRAWN.
 
 Requests = list[tuple[int, int]]  # (prompt, output) of each
 Fault = tuple[str, str]  # a call, and what is wrong with it
@@ -2402,7 +2406,10 @@ class Held:
 
 
 class NaivePool:
-    """A pool of few lines: each page that it hands out is new, and held while a table names it."""
+    """A pool of few lines: each page that it hands out is new, and held while a table names it.
+
+    `places` says which page of yours stands for each of its own, as seen when it was handed out.
+    """
 
     def __init__(self, pages: int, page_tokens: int = 16) -> None:
         if pages < 1 or page_tokens < 1:
@@ -2410,7 +2417,7 @@ class NaivePool:
         self.pages, self.page_tokens = pages, page_tokens
         self.alive: list[Held] = []
         self.new_pages = count()
-        self.places: dict[int, int] = {}  # where your pool has a page
+        self.places: dict[int, int] = {}
 
     def allocate(self, tokens: int) -> Held:
         self.alive.append(Held(self.grown([], 0, tokens), tokens))
@@ -2665,13 +2672,13 @@ class Grading:
             )
         return self.known[call]
 
-    def refused(self, call: str) -> str:
-        """Whether a call raises an error."""
+    def fault_of_refusal(self, call: str) -> str:
+        """What a call returns that must raise an error; nothing if it does."""
         with contextlib.suppress(Exception):
             return f"an error, yours {described(self.answer(call))}"
         return ""
 
-    def pool_is_right(self) -> str:
+    def fault_of_pool(self) -> str:
         """The first wrong story of a pool, without the lines that it does not need."""
         self.doing = "PagePool(6)"
         pool = self.answer(self.doing)
@@ -2679,16 +2686,16 @@ class Grading:
         lacking = [x for x in wanted if not hasattr(pool, x)]
         for story in stories():
             story = [line for line in story if not any(f".{x}(" in line for x in lacking)]
-            if self.tell(story):
+            if self.fault_of_story(story):
                 for i in reversed(range(len(story))):
                     fewer = story[:i] + story[i + 1 :]
-                    story = fewer if self.tell(fewer) else story
-                return self.tell(story)
+                    story = fewer if self.fault_of_story(fewer) else story
+                return self.fault_of_story(story)
         self.doing = ""
         return f"lacks {', '.join(lacking)}; what it has is right" if lacking else ""
 
-    def tell(self, story: list[str]) -> str:
-        """Run a story on naive pools and on yours, and read everything back after each line."""
+    def fault_of_story(self, story: list[str]) -> str:
+        """Run a story on naive pools and on yours; where the two differ, after any of its lines."""
         errors = [x for x in (self.s["OutOfPages"], OutOfPages) if isinstance(x, type)]
         out_of_pages = tuple(x for x in errors if issubclass(x, Exception))
         naive: Parts = {"PagePool": NaivePool}
@@ -2710,15 +2717,15 @@ class Grading:
                 return difference
         return ""
 
-    def error_is_raised(self) -> str:
-        """Whether OutOfPages is what the pool raises."""
+    def fault_of_error(self) -> str:
+        """What is wrong with OutOfPages, which the pool must raise."""
         mine = self.s["OutOfPages"]
         raised = OutOfPages if self.s["PagePool"] is PagePool else mine
         right = isinstance(mine, type) and issubclass(mine, Exception) and issubclass(raised, mine)
         return "" if right else f"must be an exception that PagePool raises, not {described(mine)}"
 
-    def steps_are_right(self, requests: Requests, server: str, counts: Parts, checksum: str) -> str:
-        """Whether a scheduler makes the steps that the engine made."""
+    def fault_of_steps(self, requests: Requests, server: str, counts: Parts, checksum: str) -> str:
+        """Where a scheduler does not make the steps that the engine made."""
         idle, *rows, last = self.steps(requests, [], server, counts["steps"])
         said = {x: sum(row[x] for row in rows) for x in rows[0] if x in (*counts, "entered")}
         said["peak_pages"] = max(row["held"] for row in rows)
@@ -2746,8 +2753,10 @@ class Grading:
         scheduler, another = (self.answer(f"Scheduler({server})") for _ in range(2))
         another.add(1, 1)
         names, rows = ("running", "computed", "generated", "held", "preempted"), []
-        for added in ([], first, later, *[[]] * (n - 2), [(1, 1)]):
-            for prompt, output in added:
+        arrivals: list[Requests] = [[] for _ in range(n + 2)]
+        arrivals[1], arrivals[2], arrivals[-1] = first, later, [(1, 1)]
+        for arriving in arrivals:
+            for prompt, output in arriving:
                 scheduler.add(prompt, output)
             step = scheduler.step()
             own = [x for x in ("prefilled", "reprefilled", "entered") if hasattr(step, x)]
@@ -2759,22 +2768,25 @@ class Grading:
         if name in NAIVE:
             yield from map(self.compare, drawn_calls(name))
         elif name == "PagePool":
-            yield self.fault("", self.pool_is_right)
+            yield self.fault("", self.fault_of_pool)
         elif name == "OutOfPages":
-            yield self.fault("", self.error_is_raised)
-        runs = engine_runs() if name in ("serve", "Scheduler") else ()
-        for requests, server, counts, checksum in runs:
-            if name == "serve":
+            yield self.fault("", self.fault_of_error)
+        elif name == "serve":
+            for requests, server, counts, _ in engine_runs():
                 yield self.compare(f"serve({requests}, {server})", counts)
-            elif "prefix_caching" not in server:
-                steps = partial(self.steps_are_right, requests, server, counts, checksum)
-                yield self.fault(f"Scheduler({server}) on {requests}", steps)
+        elif name == "Scheduler":
+            for requests, server, counts, checksum in engine_runs():
+                if "prefix_caching" not in server:
+                    steps = partial(self.fault_of_steps, requests, server, counts, checksum)
+                    yield self.fault(f"Scheduler({server}) on {requests}", steps)
+        else:
+            raise NotImplementedError(f"nothing grades {name}")
         for call, derived, tolerance in KNOWN:
             if call.startswith(f"{name}("):
                 yield self.compare(call, derived, tolerance)
         for call in REFUSED:
             if call.startswith(f"{name}("):
-                yield self.fault(call, partial(self.refused, call))
+                yield self.fault(call, partial(self.fault_of_refusal, call))
 
 
 # What vLLM 0.33's own scheduler did, recorded: its server | steps, generated, prefilled,
@@ -2831,8 +2843,9 @@ def engine_runs() -> Iterator[tuple[Requests, str, Parts, str]]:
         yield requests, server, dict(zip(totals, map(int, counts.split()))), checksum
 
 
-# What follows by hand; and what the engine's scheduler did on the chat mix, with its steady state,
-# to as many digits as are known.
+# What follows by hand; what the engine's scheduler did on the chat mix, with its steady state, to
+# as many digits as are known; what Scheduler makes of traffic's two servers; and calls (None) that
+# are not drawn, but compared with the naive mechanism.
 ONE_AT_A_TIME = 4 / (math.hypot(8, 8) + 2 * math.hypot(1, 12) + math.hypot(17, 20))
 KNOWN: list[tuple[str, Parts | None, float]] = [
     ("serve([(1, 1)] * 1100, 1100)", {"steps": 1}, 0),
@@ -3589,11 +3602,14 @@ class Range(NamedTuple):
     below: float
 
     def __format__(self, _: str) -> str:
-        """Two columns of a recipe, with three digits or more."""
-        peak, below = (
-            f"{x:,.{0 if x >= 999.5 else 1 if x >= 10 else 2 if x >= 1 else 3}f}" for x in self
-        )
-        return f"{peak:>7} {below:>9}"
+        """Two columns of a recipe."""
+        return f"{three_digits(self.peak):>7} {three_digits(self.below):>9}"
+
+
+def three_digits(figure: float) -> str:
+    """A figure with three digits or more."""
+    decimals = 0 if figure >= 999.5 else 1 if figure >= 10 else 2 if figure >= 1 else 3
+    return f"{figure:,.{decimals}f}"
 
 
 class Figures(SimpleNamespace):
