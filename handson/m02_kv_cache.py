@@ -2199,6 +2199,7 @@ def sized(
         "fill_pool": fill_pool, "fill_step": fill_step,
         "least": min(fill_pool, fill_step),
         "limit": "KV memory" if fill_pool <= fill_step else "the step",
+        "prompt": prompts / n, "output": outputs / n,
         "max_num_seqs": max(1, math.ceil(min(fill_pool, fill_step))),
         "cap": max(1, int(min(0.9 * fill_pool, fill_step))),
         "running": running, "prefill_tokens": prefilled, "held_tokens": held,
@@ -2864,8 +2865,8 @@ KNOWN: list[tuple[str, Parts | None, float]] = [
      {"preempted": 306, "running": 433.5, "held": 0.998, "again": 0.053, "tokens_per_s": 5862.0},
      3e-3),
     ("traffic([(3000, 240)] * 240)",
-     {"slots_per_s": 1649.0978, "pages_per_s": 2144.8924, "worth": 1.3006459, "again": 0.00875999},
-     1e-6),
+     {"slots_per_s": 1649.097759, "pages_per_s": 2144.89237, "worth": 1.30064598,
+      "again": 0.008759986854}, 1e-9),
     ("shared_prefix(seq_lengths(4000), 2048)", None, 1e-9),  # the row of the assembly
     ("size({'model_type': 'llama', 'num_hidden_layers': 90, 'num_attention_heads': 16,"
      " 'hidden_size': 16384}, [(5800, 180)], (40, 3000, 500), 1e9)", None, 1e-9),  # one fits
