@@ -1923,7 +1923,10 @@ class QuickRequest:
         self.computed = 0
         self.lag = 0  # while it decodes: the step's number less its computed tokens
         self.preempted = False
-        self.cached = [0]  # after a preemption: how many of its first pages it may find again
+        self.cached = NOTHING_CACHED  # after a preemption: how many of its first pages are free
+
+
+NOTHING_CACHED = [0]  # one list for all, because making one for each takes time
 
 
 class CountedPages:
@@ -1950,11 +1953,12 @@ class CountedPages:
     def release(self, tokens: int) -> list[int]:
         """Free the pages of a sequence; returns how many of its first pages may be found again."""
         self.free += pages_for(tokens, self.page_tokens)
-        cached = [tokens // self.page_tokens if self.prefix_caching else 0]
-        if cached[0]:
-            self.full += cached[0]
-            self.by_sequence.append(cached)
-        return cached
+        if not self.prefix_caching:
+            return NOTHING_CACHED
+        pages = [tokens // self.page_tokens]
+        self.full += pages[0]
+        self.by_sequence.append(pages)
+        return pages
 
     def find(self, cached: list[int]) -> int:
         """Take what is left of the pages that a sequence released; returns how many."""
